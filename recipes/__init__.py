@@ -1,0 +1,1 @@
+"""The front door: the `draftsmith` command, and one YAML per (target, drafter)."""

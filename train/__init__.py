@@ -1,0 +1,1 @@
+"""Samples -> a trained drafter."""

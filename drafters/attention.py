@@ -1,0 +1,178 @@
+"""One registered attention and mask, through which unmodified HF models read our cache.
+
+A `Step` says what the queries of this forward are and what they may see. Every HF mask function
+(causal, sliding window, chunked) is evaluated on *positions*, not slots, and joined with what the
+step allows, so full, windowed and chunked layers all come out right. Nothing reaches HF's own
+cache: keys and values go to the slab from inside the attention function, which makes the code
+independent of transformers' cache API (it changed between 5.17 and 5.24).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from draftsmith.drafters.cache import Slab
+
+NAME = "draftsmith"
+_PACK = 16  # up to this width GQA groups are packed into the query axis
+
+
+@dataclass
+class Step:
+    """What one forward sees.
+
+    positions (B, T) of the queries; key_positions (B, S); visible (B, T, S) bool, before the
+    model's own mask functions are joined in. slab None: teacher forcing, S = T.
+    """
+
+    positions: Tensor
+    key_positions: Tensor
+    visible: Tensor
+    slab: Slab | None = None
+
+    @property
+    def view(self) -> int:
+        return self.key_positions.shape[1]
+
+
+def packed_step(position: Tensor, segment: Tensor) -> Step:
+    """Teacher forcing over rows of packed segments (B, T): nobody sees another segment."""
+    visible = segment.unsqueeze(2) == segment.unsqueeze(1)  # (B, T, T)
+    return Step(position, position, visible)
+
+
+def chain_step(slab: Slab, width: int) -> Step:
+    """`width` tokens after each row's committed ones, each seeing those before it."""
+    device = slab.length.device
+    slots = torch.arange(slab.view(width), device=device)
+    positions = slab.length.unsqueeze(1) + torch.arange(width, device=device)  # (B, W)
+    visible = slots <= positions.unsqueeze(2)  # (B, W, S)
+    return Step(positions, slots.expand(positions.shape[0], -1), visible, slab)
+
+
+def tree_step(slab: Slab, depth: Tensor, ancestors: Tensor) -> Step:
+    """Nodes of a tree after each row's committed tokens.
+
+    depth (B, N): distance from the root node; ancestors (B, N, N) bool: [i, j] = j is i or above.
+    """
+    N = depth.shape[1]
+    slots = torch.arange(slab.view(N), device=depth.device)  # (S,)
+    node = slots - slab.length.unsqueeze(1)  # (B, S) node that a slot holds
+    inside = (node >= 0) & (node < N)
+    index = node.clamp(0, N - 1)
+    base = slab.length.unsqueeze(1)
+    key_positions = torch.where(inside, base + depth.gather(1, index), slots)
+    related = ancestors.gather(2, index.unsqueeze(1).expand(-1, N, -1))  # (B, N, S)
+    visible = (node < 0).unsqueeze(1) | (inside.unsqueeze(1) & related)
+    return Step(base + depth, key_positions, visible, slab)
+
+
+def tree_shape(parents: Tensor) -> tuple[Tensor, Tensor]:
+    """depth (B, N) and ancestors (B, N, N) of parents (B, N) with parents[:, 0] = -1.
+
+    Built on the device by squaring A = I | parent ceil(log2 N) times: no host loop over nodes.
+    """
+    N = parents.shape[1]
+    nodes = torch.arange(N, device=parents.device)
+    reach = (nodes == parents.unsqueeze(2)) | torch.eye(N, dtype=torch.bool, device=parents.device)
+    for _ in range(max(N - 1, 1).bit_length()):
+        reach = (reach.float() @ reach.float()) > 0
+    return reach.sum(2) - 1, reach
+
+
+_step: Step | None = None
+
+
+@contextmanager
+def active(step: Step) -> Iterator[None]:
+    """Makes `step` the one that the registered functions read during a model's forward."""
+    global _step
+    before, _step = _step, step
+    try:
+        yield
+    finally:
+        _step = before
+
+
+def _current() -> Step:
+    if _step is None:
+        raise RuntimeError("draftsmith attention ran outside of active(step)")
+    return _step
+
+
+def _mask(*args: Any, mask_function: Callable, **kwargs: Any) -> Tensor:
+    """(B, 1, T, S) bool: HF's mask function on positions, joined with what the step allows."""
+    step = _current()
+    B = step.positions.shape[0]
+    device = step.positions.device
+    b = torch.arange(B, device=device).view(-1, 1, 1, 1)
+    head = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
+    q = step.positions[:, None, :, None]
+    kv = step.key_positions[:, None, None, :]
+    return mask_function(b, head, q, kv) & step.visible.unsqueeze(1)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,  # (B, Hq, T, D)
+    key: Tensor,  # (B, Hkv, T, D)
+    value: Tensor,
+    attention_mask: Tensor,  # (B, 1, T, S)
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    step = _current()
+    if step.slab is not None:
+        key, value = step.slab.write(module.layer_idx, key, value, step.view)
+    B, heads, T, D = query.shape
+    groups = heads // key.shape[1]
+    mask = attention_mask
+    pack = groups > 1 and T <= _PACK and s_aux is None
+    if pack:  # few queries: put the group into the query axis rather than repeat K and V
+        query = query.reshape(B, key.shape[1], groups * T, D)
+        mask = mask.repeat(1, 1, groups, 1)
+    elif groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if softcap is None and s_aux is None:
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    else:
+        out = _explicit(query, key, value, mask, scaling or D**-0.5, softcap, s_aux)
+    out = out.reshape(B, heads, T, out.shape[-1])
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _explicit(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention in explicit maths: soft-capped scores (Gemma-2), per-head sinks (gpt-oss)."""
+    scores = (query @ key.transpose(-1, -2)).float() * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        sink = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = torch.softmax(scores, dim=-1)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    return weights.to(value.dtype) @ value
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, _mask)

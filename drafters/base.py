@@ -1,0 +1,285 @@
+"""The drafter contract: two views of one function, and how a drafter is stored.
+
+`unroll` is the teacher-forced view (training, replay), `propose` the serving view on its own
+cache. `logits` is the only way from hidden states to q in both. Neither may call the other: the
+tests that every family inherits compare them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from draftsmith.drafters.batch import Alignment, Batch
+from draftsmith.drafters.causal_lm import Tap
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.sampling import Noise, Purpose, Sampler, argmax, pick
+from draftsmith.drafters.target import Target
+from draftsmith.drafters.vocab import VocabMap
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How to draft: a chain of k tokens."""
+
+    k: int
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise UserError(f"k: {self.k} is not a draft length; use 1 or more")
+
+
+@dataclass
+class Unroll:
+    """Hidden states of every (anchor, depth), teacher forced.
+
+    hidden (M, H); index (B, A, K) into its rows, -1 where the depth does not exist or nothing is
+    proposed; prev (M,) = x_{a+1+j}; depth (M,), 0 where rows are shared between depths;
+    anchors (B, A) padded with -1.
+    """
+
+    hidden: Tensor
+    index: Tensor
+    prev: Tensor
+    depth: Tensor
+    anchors: Tensor
+
+
+@dataclass
+class Guesses:
+    """What a drafter without q proposes: tokens (B, A, K) in target ids, -1 for none."""
+
+    tokens: Tensor
+    anchors: Tensor
+
+
+@dataclass
+class Proposal:
+    """One round's draft. tokens (B, N) target ids, node 0 = root; parents (B, N), -1 at the root.
+
+    q (B, N, Vd): row i is the law that node i's first child was drawn from, in draft ids, after
+    the sampler (leaf rows are not read); None when the tokens are a deterministic function of the
+    state. length (B,): valid nodes, the root included (1 = nothing proposed).
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    q: Tensor | None
+    length: Tensor
+
+
+class DrafterConfig(BaseModel):
+    """Base of every family's settings; an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Drafter(nn.Module, ABC):
+    """A drafter for one target. Its own parameters are what is trained and stored."""
+
+    family: ClassVar[str]
+    Config: ClassVar[type[DrafterConfig]]
+    deterministic: ClassVar[bool] = False  # a point mass given the state, at any temperature
+    depth_causal: ClassVar[bool] = True  # depth j does not depend on k
+    rows_shared: ClassVar[bool] = False  # one row serves every (a, j) with the same a + j
+
+    def __init__(self, target: Target, config: Any) -> None:
+        super().__init__()
+        object.__setattr__(self, "target", target)  # frozen and shared: not a submodule
+        self.config = config
+        self.vocab = VocabMap(target.vocab_size)
+        self.taps: Sequence[Tap] = ()
+
+    target: Target
+
+    @classmethod
+    def create(cls, target: Target, config: Any, counts: Tensor | None = None) -> Drafter:
+        """A fresh drafter. counts (V,): how often each token stands in the training answers."""
+        return cls(target, config)
+
+    @abstractmethod
+    def unroll(
+        self, batch: Batch, depths: int, anchors: Tensor | None = None
+    ) -> Unroll | Guesses:
+        """Every (anchor, depth) of a batch whose features are filled; anchors None = all.
+
+        Shapes: see Unroll. anchors (B, A) padded with -1.
+        """
+
+    def logits(self, hidden: Tensor, prev: Tensor, depth: Tensor) -> Tensor:
+        """Draft logits (n, Vd) of hidden (n, H), prev (n,) target ids, depth (n,)."""
+        raise NotImplementedError(f"{self.family} proposes without logits")
+
+    @abstractmethod
+    def start(self, rows: int, capacity: int) -> Any:
+        """A fresh state for `rows` requests of at most `capacity` positions."""
+
+    @abstractmethod
+    def extend(
+        self, state: Any, tokens: Tensor, features: dict[str, Tensor], counts: Tensor
+    ) -> None:
+        """The next counts[b] tokens with known features, g_t beside x_t, right padded.
+
+        tokens (B, W), features {tap: (B, W, H)}, counts (B,). First the prompt, in one or more
+        calls; then, after each propose, the root and the accepted drafts. The last token becomes
+        the anchor. A row with count 0 stays as it is.
+        """
+
+    @abstractmethod
+    def propose(
+        self, state: Any, root: Tensor, policy: Policy, sampler: Sampler, noise: Noise
+    ) -> Proposal:
+        """Drafts after root (B,), the token that follows the anchor."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """What the checkpoint stores: the trained parameters, and buffers that define them."""
+        kept = {n: p for n, p in self.named_parameters() if p.requires_grad}
+        kept.update((n, b) for n, b in self.named_buffers() if n not in self._non_persistent())
+        return {n: t.detach().contiguous() for n, t in kept.items()}
+
+    def _non_persistent(self) -> set[str]:
+        names: set[str] = set()
+        for prefix, module in self.named_modules():
+            lead = f"{prefix}." if prefix else ""
+            names.update(lead + n for n in module._non_persistent_buffers_set)
+        return names
+
+
+def rows_of(states: Tensor, alignment: Alignment, batch: Batch) -> Unroll:
+    """An Unroll from states (B, A, K, H): one row per existing (anchor, depth)."""
+    exists = alignment.exists
+    index = torch.where(exists, exists.flatten().cumsum(0).view_as(exists) - 1, -1)
+    depth = torch.arange(exists.shape[2], device=exists.device).expand_as(exists)
+    row = torch.arange(exists.shape[0], device=exists.device).view(-1, 1, 1)
+    prev = batch.tokens[row, alignment.compare]  # (B, A, K) x_{a+1+j}
+    return Unroll(states[exists], index, prev[exists], depth[exists], alignment.anchors)
+
+
+def draw(
+    logits: Tensor, vocab: VocabMap, sampler: Sampler, noise: Noise, position: Tensor, node: int
+) -> tuple[Tensor, Tensor | None]:
+    """One draft token (B,) in target ids from logits (B, Vd), and the law (B, Vd) it came from.
+
+    position (B,): where the token will stand. The law is None when greedy (a point mass).
+    """
+    if sampler.greedy:
+        return vocab.to_target(argmax(logits)), None
+    q = sampler.probs(logits)
+    return vocab.to_target(pick(q, noise.uniform(Purpose.DRAFT, position, node))), q
+
+
+def chain(root: Tensor, drafts: list[Tensor], laws: list[Tensor | None]) -> Proposal:
+    """The Proposal of a chain: root (B,), drafts k x (B,), laws k x (B, Vd) or None."""
+    tokens = torch.stack([root, *drafts], dim=1)  # (B, k + 1)
+    B, N = tokens.shape
+    parents = torch.arange(-1, N - 1, device=root.device).expand(B, -1)
+    known = [law for law in laws if law is not None]
+    q = torch.stack([*known, torch.zeros_like(known[0])], dim=1) if known else None
+    return Proposal(tokens, parents, q, torch.full_like(root, N))
+
+
+_BUILT_IN = ("ngram", "small", "eagle")
+_FAMILIES: dict[str, type[Drafter]] = {}
+
+
+def register(cls: type[Drafter]) -> type[Drafter]:
+    """Class decorator: makes a family known under its name."""
+    _FAMILIES[cls.family] = cls
+    return cls
+
+
+def family(name: str) -> type[Drafter]:
+    """The drafter class called `name`. Raises UserError naming the known ones."""
+    if name in _BUILT_IN:
+        importlib.import_module(f"draftsmith.drafters.{name}")
+    if name not in _FAMILIES:
+        raise UserError(f"drafter: no family {name!r}; known are {', '.join(_BUILT_IN)}")
+    return _FAMILIES[name]
+
+
+def save(drafter: Drafter, folder: Path) -> None:
+    """Writes config.json and model.safetensors into an existing folder."""
+    about = {
+        "format": 1,
+        "family": drafter.family,
+        "config": drafter.config.model_dump(),
+        "target": drafter.target.identity(),
+    }
+    weights = {n: t.cpu() for n, t in drafter.weights().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(about, indent=1) + "\n")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a drafter folder. Raises UserError when it is not one."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"{folder}: no drafter there (config.json is missing); give a checkpoint")
+    try:
+        about = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}: not valid JSON ({error}); the checkpoint is damaged") from None
+    if not isinstance(about, dict) or not {"family", "config", "target"} <= about.keys():
+        raise UserError(f"{path}: not a draftsmith drafter (no family, config and target in it)")
+    return about
+
+
+def load(folder: Path, target: Target) -> Drafter:
+    """The drafter stored in a folder, on the target's device.
+
+    Raises UserError when it was made for another target, or its tensors are not exactly those
+    that its config asks for.
+    """
+    about = read_config(folder)
+    check_target(folder, about["target"], target)
+    cls = family(about["family"])
+    try:
+        config = cls.Config(**about["config"])
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(f"{folder / 'config.json'}: {where}: {first['msg']}") from None
+    drafter = cls(target, config)
+    path = folder / "model.safetensors"
+    try:
+        stored = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); copy the checkpoint again") from None
+    wanted = drafter.weights()
+    for name in sorted(wanted.keys() ^ stored.keys()):
+        kind = "missing" if name in wanted else "unexpected"
+        raise UserError(f"{path}: tensor {name} is {kind} for a drafter of family {cls.family}")
+    for name, tensor in wanted.items():
+        if tensor.shape != stored[name].shape:
+            shapes = f"{tuple(stored[name].shape)} where {tuple(tensor.shape)} is needed"
+            raise UserError(f"{path}: tensor {name} has shape {shapes}")
+    drafter.load_state_dict(stored, strict=False)
+    return drafter.to(target.device, target.dtype).eval()
+
+
+def check_target(folder: Path, made_for: dict[str, Any], target: Target) -> None:
+    """Raises UserError unless a drafter made for `made_for` fits `target`."""
+    here = target.identity()
+    remedy = f"give the target it was made for ({made_for.get('spec')})"
+    for key, word in (
+        ("tokenizer_hash", "tokenizer"),
+        ("vocab_size", "vocabulary size"),
+        ("hidden_size", "hidden size"),
+        ("num_layers", "number of layers"),
+    ):
+        if made_for.get(key) != here[key]:
+            raise UserError(
+                f"{folder}: this drafter was made for another {word} "
+                f"({str(made_for.get(key))[:12]}, the target has {str(here[key])[:12]}); {remedy}"
+            )

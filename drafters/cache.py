@@ -1,0 +1,71 @@
+"""The slab cache: keys and values of every row in one right-padded block.
+
+Slot == position, one length per row. Rolling back is not advancing a length: a write past
+`length` that is never committed is simply overwritten later, so rejected drafts, prompt padding
+and sliding windows (which live in the mask) need no code at all.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftsmith.drafters.errors import UserError
+
+_VIEW = 64  # views grow in steps, so that the allocator and SDPA see few shapes
+
+
+class Slab:
+    """Keys and values (B, Hkv, S, D) per layer, allocated from the first write (dtype follows).
+
+    length (B,): committed slots of each row, on the device.
+    """
+
+    def __init__(self, rows: int, capacity: int, device: torch.device) -> None:
+        self.capacity = capacity
+        self.length = torch.zeros(rows, dtype=torch.long, device=device)
+        self._rows = torch.arange(rows, device=device)
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+
+    def view(self, width: int) -> int:
+        """Slots that a forward of `width` tokens must look at: an upper bound for every row.
+
+        On the CPU the lengths are read; elsewhere a read would stall, so it is the capacity.
+        """
+        if self.length.device.type != "cpu":
+            return self.capacity
+        need = int(self.length.max()) + width
+        if need > self.capacity:
+            raise UserError(f"cache: {need} positions needed, {self.capacity} allocated")
+        return min(-(-need // _VIEW) * _VIEW, self.capacity)
+
+    def write(self, layer: int, key: Tensor, value: Tensor, view: int) -> tuple[Tensor, Tensor]:
+        """Puts key, value (B, Hkv, W, D) at slots length.. and returns the first `view` slots."""
+        if layer not in self._keys:
+            # Zeros, not empty: one NaN in a masked slot of V poisons the output (0 * NaN).
+            for store, like in ((self._keys, key), (self._values, value)):
+                B, heads, _, dim = like.shape
+                store[layer] = like.new_zeros(B, heads, self.capacity, dim)
+        slots = self.length.unsqueeze(1) + torch.arange(key.shape[2], device=key.device)  # (B, W)
+        slots = slots.clamp(max=self.capacity - 1)  # padding may run past the end
+        for store, new in ((self._keys, key), (self._values, value)):
+            store[layer][self._rows.unsqueeze(1), :, slots] = new.transpose(1, 2)
+        return self._keys[layer][:, :, :view], self._values[layer][:, :, :view]
+
+    def commit(self, counts: Tensor) -> None:
+        """Advances each row's length by counts (B,)."""
+        self.length += counts
+
+    def gather(self, start: Tensor, path: Tensor) -> None:
+        """Copies slots start + path (B, D) to start.. (B,): a tree's accepted path, made a chain.
+
+        path is ascending along D, so a copy never overwrites a slot that is still to be read.
+        """
+        D = path.shape[1]
+        source = start.unsqueeze(1) + path
+        target = start.unsqueeze(1) + torch.arange(D, device=path.device)
+        rows = self._rows.unsqueeze(1)
+        for store in (self._keys, self._values):
+            for tensor in store.values():
+                tensor[rows, :, target] = tensor[rows, :, source]

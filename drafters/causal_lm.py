@@ -1,0 +1,171 @@
+"""An HF causal LM seen the way draftsmith reads it: features, pre-norm state, head.
+
+Layer id k means the residual stream after k decoder layers (0 = embedding output). For k < L it
+equals HF's hidden_states[k]; k = L is the last layer's output before the final norm, which HF does
+not return. "normed" is the final norm's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.drafters import attention
+from draftsmith.drafters.attention import Step
+from draftsmith.drafters.errors import UserError
+
+Tap = int | str
+
+
+@dataclass
+class TargetOutput:
+    """final (B, T, H): the state before the final norm; features {tap: (B, T, H)}."""
+
+    final: Tensor
+    features: dict[str, Tensor] = field(default_factory=dict)
+
+
+class CausalLM(nn.Module):
+    """Wraps an HF model; its attention is replaced by ours, its weights are untouched.
+
+    Raises UserError for a model whose decoder layers or final norm cannot be found.
+    """
+
+    def __init__(self, hf: Any) -> None:
+        super().__init__()
+        self.hf = hf
+        self.config = hf.config.get_text_config()
+        decoder = hf.get_decoder()
+        self._parts: dict[str, Any] = {"decoder": decoder}  # not registered twice as modules
+        depth = self.config.num_hidden_layers
+        lists = [
+            m for m in decoder.children() if isinstance(m, nn.ModuleList) and len(m) == depth
+        ]
+        if len(lists) != 1:
+            raise UserError(
+                f"{type(hf).__name__}: no single list of {depth} decoder layers was found; "
+                "this model family is not supported"
+            )
+        self._parts["layers"] = lists[0]
+        hf.set_attn_implementation(attention.NAME)
+        self._parts["norm"] = self._find_final_norm()
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self._parts["layers"]
+
+    @property
+    def norm(self) -> nn.Module:
+        """The final norm."""
+        return self._parts["norm"]
+
+    @property
+    def embedding(self) -> nn.Module:
+        return self.hf.get_input_embeddings()
+
+    @property
+    def lm_head(self) -> nn.Module:
+        return self.hf.get_output_embeddings()
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.lm_head.weight.shape[0]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.weight.device
+
+    def _find_final_norm(self) -> nn.Module:
+        """The module that ran last in the decoder, after its layers: seen on a probe of 2 tokens."""
+        ran: list[nn.Module] = []
+        children = [m for m in self._parts["decoder"].children() if m is not self.layers]
+        hooks = [m.register_forward_hook(lambda m, i, o: ran.append(m)) for m in children]
+        hooks.append(self.layers[-1].register_forward_hook(lambda m, i, o: ran.clear()))
+        position = torch.arange(2, device=self.device).unsqueeze(0)
+        step = attention.packed_step(position, torch.zeros_like(position))
+        with torch.no_grad():
+            self._run(torch.zeros_like(position), step)
+        for hook in hooks:
+            hook.remove()
+        if len(ran) != 1:
+            raise UserError(
+                f"{type(self.hf).__name__}: {len(ran)} modules follow the decoder layers where one "
+                "final norm was expected; this model family is not supported"
+            )
+        return ran[0]
+
+    def _run(self, tokens: Tensor, step: Step) -> None:
+        # A 2D mask of ones switches HF's packed-sequence guess off; ours ignores it otherwise.
+        with attention.active(step):
+            self._parts["decoder"](
+                input_ids=tokens,
+                attention_mask=torch.ones_like(tokens),
+                position_ids=step.positions,
+                use_cache=False,
+            )
+
+    def forward(self, tokens: Tensor, step: Step, taps: Sequence[Tap] = ()) -> TargetOutput:
+        """Runs tokens (B, T) as `step` says and returns the pre-norm state and the taps."""
+        seen: dict[str, Tensor] = {}
+
+        def keep(name: str) -> Any:
+            def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+                seen[name] = args[0] if args else kwargs["hidden_states"]
+
+            return hook
+
+        hooks = [self.norm.register_forward_pre_hook(keep("final"), with_kwargs=True)]
+        for tap in taps:
+            if tap == "normed":
+                hooks.append(
+                    self.norm.register_forward_hook(lambda m, i, o: seen.update(normed=o))
+                )
+            elif tap != self.num_layers:  # id k is what layer k reads
+                layer = self.layers[int(tap)]
+                hooks.append(layer.register_forward_pre_hook(keep(str(tap)), with_kwargs=True))
+        try:
+            self._run(tokens, step)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        final = seen.pop("final")
+        if self.num_layers in taps:
+            seen[str(self.num_layers)] = final
+        return TargetOutput(final, seen)
+
+    def head(self, final: Tensor) -> Tensor:
+        """Logits (.., V) of pre-norm states (.., H): final norm, lm_head, scale and softcap."""
+        logits = self.lm_head(self.norm(final))
+        # The three forms that HF's causal LMs use; the target's self-test catches any other.
+        if scale := getattr(self.config, "logit_scale", None):  # Cohere
+            logits = logits * scale
+        if scaling := getattr(self.config, "logits_scaling", None):  # Granite
+            logits = logits / scaling
+        if cap := getattr(self.config, "final_logit_softcapping", None):  # Gemma-2
+            logits = cap * torch.tanh(logits / cap)
+        return logits
+
+    def check_taps(self, taps: Sequence[Tap], field_name: str = "taps") -> None:
+        """Raises UserError for a tap that is neither "normed" nor a layer id in 0..L."""
+        for tap in taps:
+            if tap != "normed" and not (isinstance(tap, int) and 0 <= tap <= self.num_layers):
+                raise UserError(
+                    f"{field_name}: layer {tap!r} is not in 0..{self.num_layers} (0 = embeddings, "
+                    f"{self.num_layers} = last layer before the final norm) nor 'normed'"
+                )

@@ -1,0 +1,260 @@
+"""EAGLE-3: one decoder layer over fused target features (Li et al. 2025, arXiv 2503.01840).
+
+Row t reads the pair (g_t, x_{t+1}) at RoPE position t and predicts x_{t+2}; features of three
+layers are fused by `fc`. Deeper drafts feed the layer its own pre-norm output instead of features
+("training-time test": K such steps are unrolled in training).
+
+What a depth-j query of anchor a sees: keys of rows t <= a, made from target features, and its own
+keys of depths 1..j, made from its own hidden states, at positions a+1..a+j. vLLM, SGLang,
+TensorRT-LLM and llama.cpp serve the same: after each round they recompute the accepted rows'
+keys from the target's features.
+
+In the slab the pair (g_t, x_{t+1}) lies in slot t+1, the slot of its token; slot 0 is never seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from draftsmith.drafters.base import (
+    Drafter,
+    DrafterConfig,
+    Policy,
+    Proposal,
+    Unroll,
+    chain,
+    draw,
+    register,
+    rows_of,
+)
+from draftsmith.drafters.batch import Batch, align
+from draftsmith.drafters.cache import Slab
+from draftsmith.drafters.causal_lm import Tap
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.layers import MLP, BlockConfig, RMSNorm, SelfAttention, init_weights
+from draftsmith.drafters.sampling import Noise, Sampler
+from draftsmith.drafters.target import Target
+from draftsmith.drafters.vocab import VocabMap, most_frequent
+
+
+class EagleConfig(DrafterConfig):
+    """taps: None takes [2, L//2, L-3]. draft_vocab: kept target tokens, None = all.
+
+    head "own": a trained lm_head that starts as the target's rows; "target": the target's, frozen.
+    norm_before_residual: whether the residual is the normed state (off is what all four servers
+    take). block: None takes the shape of the target's layers.
+    """
+
+    taps: list[int | Literal["normed"]] | None = None
+    draft_vocab: int | None = Field(default=None, ge=1)
+    head: Literal["own", "target"] = "own"
+    norm_before_residual: bool = False
+    block: BlockConfig | None = None
+
+
+@dataclass
+class EagleState:
+    """slab: keys and values of committed pairs; fused (B, H): fc of the anchor's features."""
+
+    slab: Slab
+    fused: Tensor
+
+
+@register
+class Eagle(Drafter):
+    """See the module's docstring."""
+
+    family = "eagle"
+    Config = EagleConfig
+    config: EagleConfig
+
+    def __init__(self, target: Target, config: EagleConfig) -> None:
+        """Raises UserError for taps outside the target's layers or a draft vocabulary too large."""
+        layers = target.num_layers
+        taps: list[Tap] = list(config.taps or [2, layers // 2, layers - 3])
+        target.check_taps(taps)
+        if len(set(taps)) != len(taps):
+            raise UserError(f"taps: {taps} names a layer twice")
+        block = config.block or BlockConfig.like(target.config)
+        size = config.draft_vocab or target.vocab_size
+        if size > target.vocab_size:
+            raise UserError(
+                f"draft_vocab: {size} is more than the target's {target.vocab_size} tokens"
+            )
+        config = config.model_copy(update={"taps": taps, "block": block, "draft_vocab": size})
+        super().__init__(target, config)
+        self.taps = taps
+        H = block.hidden_size
+        if target.hidden_size != H:
+            raise UserError(
+                f"block.hidden_size: {H} is not the target's {target.hidden_size}, whose "
+                "embeddings this head shares"
+            )
+        self.fc = nn.Linear(len(taps) * target.hidden_size, H, bias=False)
+        self.input_layernorm = RMSNorm(H, block.rms_norm_eps)
+        self.hidden_norm = RMSNorm(H, block.rms_norm_eps)
+        self.self_attn = SelfAttention(block, 2 * H)
+        self.post_attention_layernorm = RMSNorm(H, block.rms_norm_eps)
+        self.mlp = MLP(block)
+        self.norm = RMSNorm(H, block.rms_norm_eps)
+        init_weights(self)
+        self.lm_head: nn.Linear | None = None
+        if config.head == "own":
+            self.lm_head = nn.Linear(H, size, bias=False)
+        if size < target.vocab_size:
+            self.register_buffer("draft_ids", torch.arange(size))
+
+    @classmethod
+    def create(cls, target: Target, config: EagleConfig, counts: Tensor | None = None) -> Eagle:
+        """A fresh head; counts (V,) choose the draft vocabulary."""
+        drafter = cls(target, config)
+        size = drafter.config.draft_vocab
+        if size is not None and size < target.vocab_size:
+            if counts is None:
+                raise UserError("draft_vocab: needs training answers to count tokens in")
+            drafter.set_vocab(most_frequent(counts, size))
+        if drafter.lm_head is not None:
+            with torch.no_grad():
+                rows = drafter.vocab.kept(target.lm_head.weight.T).T
+                drafter.lm_head.weight.copy_(rows)
+        return drafter
+
+    def set_vocab(self, vocab: VocabMap) -> None:
+        self.vocab = vocab.to(self.fc.weight.device)
+        if vocab.ids is not None:
+            self.draft_ids = vocab.ids.clone()
+
+    def load_state_dict(self, state: dict, *args, **kwargs):  # type: ignore[no-untyped-def, override]
+        result = super().load_state_dict(state, *args, **kwargs)
+        if "draft_ids" in state:
+            self.set_vocab(VocabMap(self.target.vocab_size, state["draft_ids"]))
+        return result
+
+    def _fuse(self, features: dict[str, Tensor]) -> Tensor:
+        stacked = torch.cat([features[str(tap)] for tap in self.taps], dim=-1)
+        return self.fc(stacked.to(self.fc.weight.dtype))  # (B, T, H)
+
+    def _inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention input (B, T, 2H) and residual (B, T, H) of pairs (hidden, token)."""
+        embedded = self.target.embedding(tokens).to(hidden.dtype)
+        normed = self.hidden_norm(hidden)
+        x = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
+        return x, normed if self.config.norm_before_residual else hidden
+
+    def _finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
+        """The layer's output (B, T, H), before the final norm, of attention results."""
+        hidden = residual + self.self_attn.output(mixed)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+    def logits(self, hidden: Tensor, prev: Tensor, depth: Tensor) -> Tensor:
+        normed = self.norm(hidden)
+        if self.lm_head is not None:
+            return self.lm_head(normed)
+        rows = self.target.lm_head.weight
+        kept = rows if self.vocab.ids is None else rows[self.vocab.ids]
+        return F.linear(normed, kept.to(normed.dtype))
+
+    def unroll(self, batch: Batch, depths: int, anchors: Tensor | None = None) -> Unroll:
+        """Depth 0 is one causal pass; deeper ones see depth 0's keys and their own diagonal."""
+        alignment = align(batch, depths, anchors)
+        row = torch.arange(batch.tokens.shape[0], device=batch.device).unsqueeze(1)
+        at = alignment.anchors.clamp(min=0)  # (B, A)
+        attend = self.self_attn
+        following = F.pad(batch.tokens[:, 1:], (0, 1))  # x_{t+1} beside g_t
+        x, residual = self._inputs(following, self._fuse(batch.features))
+        query = attend.queries(x, batch.position)  # (B, h, T, D)
+        key0, value0 = (attend.over_groups(kv) for kv in attend.keys(x, batch.position))
+        same = batch.segment.unsqueeze(2) == batch.segment.unsqueeze(1)
+        seen = (same & (batch.position.unsqueeze(1) <= batch.position.unsqueeze(2))).unsqueeze(1)
+        mixed = F.scaled_dot_product_attention(query, key0, value0, attn_mask=seen)
+        hidden = self._finish(residual, mixed)[row, at]  # (B, A, H)
+        states = [hidden]
+        seen = seen[row, 0, at].unsqueeze(1)  # (B, 1, A, T)
+        keys, values = [], []
+        for j in range(1, depths):
+            token = batch.tokens[row, alignment.compare[:, :, j]]  # (B, A) x_{a+1+j}
+            position = batch.position[row, at] + j
+            x, residual = self._inputs(token, hidden)
+            query = attend.queries(x, position)  # (B, h, A, D)
+            key, value = (attend.over_groups(kv) for kv in attend.keys(x, position))
+            keys.append(key)
+            values.append(value)
+            mixed = _causal_and_diagonal(query, key0, value0, seen, keys, values)
+            hidden = self._finish(residual, mixed)
+            states.append(hidden)
+        return rows_of(torch.stack(states, dim=2), alignment, batch)
+
+    def start(self, rows: int, capacity: int) -> EagleState:
+        device = self.fc.weight.device
+        fused = self.fc.weight.new_zeros(rows, self.fc.weight.shape[0])
+        return EagleState(Slab(rows, capacity, device), fused)
+
+    def extend(
+        self, state: EagleState, tokens: Tensor, features: dict[str, Tensor], counts: Tensor
+    ) -> None:
+        """With one layer a committed pair is only ever read as a key: no attention runs here."""
+        fused = self._fuse(features)  # (B, W, H)
+        before = torch.cat([state.fused.unsqueeze(1), fused[:, :-1]], dim=1)
+        x, _ = self._inputs(tokens, before)
+        offset = torch.arange(tokens.shape[1], device=tokens.device)
+        slots = state.slab.length.unsqueeze(1) + offset
+        key, value = self.self_attn.keys(x, slots - 1)
+        state.slab.write(0, key, value, 0)
+        state.slab.commit(counts)
+        last = (counts - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, fused.shape[2])
+        moved = (counts > 0).unsqueeze(1)
+        state.fused.copy_(torch.where(moved, fused.gather(1, last).squeeze(1), state.fused))
+
+    def propose(
+        self, state: EagleState, root: Tensor, policy: Policy, sampler: Sampler, noise: Noise
+    ) -> Proposal:
+        slab, attend = state.slab, self.self_attn
+        token, hidden = root, state.fused.unsqueeze(1)  # (B,), (B, 1, H)
+        drafts, laws = [], []
+        view = slab.view(policy.k)
+        slots = torch.arange(view, device=root.device)
+        for j in range(policy.k):
+            x, residual = self._inputs(token.unsqueeze(1), hidden)
+            position = slab.length.unsqueeze(1) - 1  # the pair's token stands at slot length
+            key, value = slab.write(0, *attend.keys(x, position), view)
+            query = attend.queries(x, position)
+            seen = (slots >= 1) & (slots <= slab.length.unsqueeze(1))  # (B, S)
+            mixed = F.scaled_dot_product_attention(
+                query, attend.over_groups(key), attend.over_groups(value),
+                attn_mask=seen[:, None, None, :],
+            )
+            hidden = self._finish(residual, mixed)
+            logits = self.logits(hidden.squeeze(1), token, torch.full_like(token, j))
+            slab.commit(torch.ones_like(slab.length))
+            token, q = draw(logits, self.vocab, sampler, noise, slab.length, j)
+            drafts.append(token)
+            laws.append(q)
+        slab.commit(torch.full_like(slab.length, -policy.k))
+        return chain(root, drafts, laws)
+
+
+def _causal_and_diagonal(
+    query: Tensor,  # (B, h, A, D)
+    key0: Tensor,  # (B, h, T, D)
+    value0: Tensor,
+    seen: Tensor,  # (B, 1, A, T)
+    keys: list[Tensor],  # depths 1..j, each (B, h, A, D): a query sees only its own anchor's
+    values: list[Tensor],
+) -> Tensor:
+    """Attention over the causal keys of depth 0 and the anchor's own deeper keys."""
+    scale = query.shape[-1] ** -0.5
+    past = (query @ key0.transpose(-1, -2)) * scale
+    past = past.masked_fill(~seen, float("-inf"))
+    own = torch.stack([(query * key).sum(-1) for key in keys], dim=-1) * scale  # (B, h, A, j)
+    weights = torch.softmax(torch.cat([past, own], dim=-1), dim=-1)
+    T = past.shape[-1]
+    mixed = weights[..., :T] @ value0
+    for i, value in enumerate(values):
+        mixed = mixed + weights[..., T + i, None] * value
+    return mixed

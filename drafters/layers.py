@@ -1,0 +1,141 @@
+"""The decoder block that heads share: Llama-type, in the shape that the servers load.
+
+RMSNorm in fp32, rotate-half RoPE, grouped queries, SwiGLU. Heads are built on this block whatever
+the target's family, so a new target family needs no new drafter code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
+
+
+class BlockConfig(BaseModel):
+    """Shape of a block; `like(target.config)` takes it from the target."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_positions: int
+
+    @classmethod
+    def like(cls, config: Any) -> BlockConfig:
+        """The shape of the target's own layers, for whatever its family names them."""
+        heads = config.num_attention_heads
+        hidden = config.hidden_size
+        return cls(
+            hidden_size=hidden,
+            intermediate_size=getattr(config, "intermediate_size", None) or 4 * hidden,
+            num_heads=heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or hidden // heads,
+            rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
+            rope_theta=_rope_theta(config),
+            max_positions=getattr(config, "max_position_embeddings", None) or 4096,
+        )
+
+
+def _rope_theta(config: Any) -> float:
+    """The base of the target's RoPE: flat, or per layer type (Gemma-3); 10000 where it has none."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    return float(rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in fp32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * y.to(x.dtype)
+
+
+class Rope(nn.Module):
+    """Rotary positions, rotate-half layout. x (B, heads, T, D), positions (B, T)."""
+
+    def __init__(self, head_dim: int, theta: float) -> None:
+        super().__init__()
+        steps = torch.arange(0, head_dim, 2).float() / head_dim
+        self.register_buffer("frequency", theta**-steps, persistent=False)
+
+    frequency: Tensor
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        angle = positions.unsqueeze(-1).float() * self.frequency.float()  # (B, T, D/2)
+        cos = angle.cos().repeat(1, 1, 2).unsqueeze(1).to(x.dtype)  # (B, 1, T, D)
+        sin = angle.sin().repeat(1, 1, 2).unsqueeze(1).to(x.dtype)
+        left, right = x.chunk(2, dim=-1)
+        return x * cos + torch.cat([-right, left], dim=-1) * sin
+
+
+class SelfAttention(nn.Module):
+    """Projections of grouped-query attention; the families decide who sees whom."""
+
+    def __init__(self, config: BlockConfig, input_size: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.q_proj = nn.Linear(input_size, self.heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(input_size, self.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(input_size, self.kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
+        self.rope = Rope(self.head_dim, config.rope_theta)
+
+    def queries(self, x: Tensor, positions: Tensor) -> Tensor:
+        """(B, heads, T, D) of x (B, T, input_size), rotated to positions (B, T)."""
+        return self.rope(self._split(self.q_proj(x), self.heads), positions)
+
+    def keys(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys, rotated, and values (B, kv_heads, T, D)."""
+        key = self.rope(self._split(self.k_proj(x), self.kv_heads), positions)
+        return key, self._split(self.v_proj(x), self.kv_heads)
+
+    def over_groups(self, x: Tensor) -> Tensor:
+        """Keys or values (B, kv_heads, ..) repeated to (B, heads, ..)."""
+        return x.repeat_interleave(self.heads // self.kv_heads, dim=1)
+
+    def output(self, mixed: Tensor) -> Tensor:
+        """(B, T, H) of attention results (B, heads, T, D)."""
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+    def _split(self, x: Tensor, heads: int) -> Tensor:
+        return x.view(*x.shape[:-1], heads, self.head_dim).transpose(1, 2)
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def init_weights(module: nn.Module, std: float = 0.02) -> None:
+    """Normal(0, std) for every linear of a fresh head."""
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            nn.init.normal_(part.weight, std=std)
+            if part.bias is not None:
+                nn.init.zeros_(part.bias)

@@ -1,0 +1,199 @@
+"""A small causal LM as the drafter: pruned from the target, or any checkpoint of its tokenizer.
+
+Token-only: a depth-j query sees the tokens up to x_{a+1+j} and nothing of the target, so rows are
+shared between depths. Serving (vLLM `draft_model`, llama.cpp `draft-simple`, transformers'
+assistant) does the same on the draft model's own cache.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from draftsmith.drafters.attention import chain_step, packed_step
+from draftsmith.drafters.base import (
+    Drafter,
+    DrafterConfig,
+    Policy,
+    Proposal,
+    Unroll,
+    chain,
+    draw,
+    register,
+)
+from draftsmith.drafters.batch import Batch, align
+from draftsmith.drafters.cache import Slab
+from draftsmith.drafters.causal_lm import CausalLM
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.sampling import Noise, Sampler
+from draftsmith.drafters.source import resolve, tokenizer_hash
+from draftsmith.drafters.target import Target
+from draftsmith.drafters.vocab import VocabMap
+
+
+class SmallConfig(DrafterConfig):
+    """layers: target layers to keep (0-based); or checkpoint: any causal LM (hub id, folder, GGUF).
+
+    embeddings "shared": the target's embedding and lm_head, frozen; "own": trained copies.
+    lora_rank: 0 trains everything, else adapters on every linear layer (peft). architecture is
+    filled in for a checkpoint that is trained in full, which can then be loaded without it.
+    """
+
+    layers: list[int] | None = None
+    checkpoint: str | None = None
+    embeddings: Literal["shared", "own"] = "shared"
+    lora_rank: int = Field(default=0, ge=0)
+    architecture: dict[str, Any] | None = None
+
+
+@dataclass
+class SmallState:
+    """slab: the draft model's cache; last (B,): the anchor's token.
+
+    drafted: whether a proposal was made. From then on extend commits the root and accepted drafts,
+    whose keys propose has already written, all but the last one, which the next propose rewrites.
+    """
+
+    slab: Slab
+    last: Tensor
+    drafted: bool = False
+
+
+@register
+class Small(Drafter):
+    """See the module's docstring."""
+
+    family = "small"
+    Config = SmallConfig
+    rows_shared = True
+    config: SmallConfig
+
+    def __init__(self, target: Target, config: SmallConfig) -> None:
+        """Raises UserError for layers the target lacks, or a checkpoint of another tokenizer."""
+        if (config.layers is None) == (config.checkpoint is None):
+            raise UserError("small: give either layers (to prune the target) or checkpoint")
+        super().__init__(target, config)
+        if config.layers is not None:
+            hf = _prune(target, config.layers, config.embeddings)
+        else:
+            hf, self.config = _from_checkpoint(target, config)
+        hf.requires_grad_(True)
+        if config.layers is not None and config.embeddings == "shared":
+            target.requires_grad_(False)
+        if config.lora_rank:
+            _add_lora(hf, config.lora_rank)
+        self.lm = CausalLM(hf)
+        size = self.lm.vocab_size
+        if size < target.vocab_size:
+            self.vocab = VocabMap(target.vocab_size, torch.arange(size)).to(target.device)
+
+    def logits(self, hidden: Tensor, prev: Tensor, depth: Tensor) -> Tensor:
+        # A draft model's head may be padded further than the target's.
+        return self.lm.head(hidden)[..., : self.target.vocab_size]
+
+    def unroll(self, batch: Batch, depths: int, anchors: Tensor | None = None) -> Unroll:
+        """One causal pass; row a+1+j serves every (a, j) with that sum."""
+        alignment = align(batch, depths, anchors)
+        final = self.lm(batch.tokens, packed_step(batch.position, batch.segment)).final
+        B, T = batch.tokens.shape
+        row = torch.arange(B, device=batch.device).view(-1, 1, 1)
+        flat = row * T + alignment.compare  # (B, A, K)
+        used = torch.zeros(B * T, dtype=torch.bool, device=batch.device)
+        used[flat[alignment.exists]] = True
+        number = used.cumsum(0) - 1
+        index = torch.where(alignment.exists, number[flat], -1)
+        prev = batch.tokens.flatten()[used]
+        return Unroll(final.flatten(0, 1)[used], index, prev, torch.zeros_like(prev), alignment.anchors)
+
+    def start(self, rows: int, capacity: int) -> SmallState:
+        slab = Slab(rows, capacity, self.lm.device)
+        return SmallState(slab, torch.zeros_like(slab.length))
+
+    def extend(
+        self, state: SmallState, tokens: Tensor, features: dict[str, Tensor], counts: Tensor
+    ) -> None:
+        if not state.drafted:
+            self.lm(tokens, chain_step(state.slab, tokens.shape[1]))
+        state.slab.commit(counts)
+        last = tokens.gather(1, (counts - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
+        state.last.copy_(torch.where(counts > 0, last, state.last))
+
+    def propose(
+        self, state: SmallState, root: Tensor, policy: Policy, sampler: Sampler, noise: Noise
+    ) -> Proposal:
+        """The first forward takes the last two tokens, rewriting one slot (as gpt-fast must when
+        every draft was accepted), so that no case needs a branch."""
+        slab = state.slab
+        state.drafted = True
+        slab.commit(torch.full_like(slab.length, -1))
+        tokens = torch.stack([state.last, root], dim=1)  # (B, 2)
+        drafts, laws = [], []
+        for j in range(policy.k):
+            final = self.lm(tokens, chain_step(slab, tokens.shape[1])).final[:, -1]
+            slab.commit(torch.full_like(slab.length, tokens.shape[1]))
+            prev = tokens[:, -1]
+            logits = self.logits(final, prev, torch.zeros_like(prev))
+            token, q = draw(logits, self.vocab, sampler, noise, slab.length, j)
+            drafts.append(token)
+            laws.append(q)
+            tokens = token.unsqueeze(1)
+        slab.commit(torch.full_like(slab.length, -policy.k))
+        return chain(root, drafts, laws)
+
+
+def _prune(target: Target, layers: list[int], embeddings: str) -> Any:
+    """An HF model of the target's class with the chosen layers, its weights copied."""
+    for layer in layers:
+        if not 0 <= layer < target.num_layers:
+            raise UserError(f"layers: {layer} is not in 0..{target.num_layers - 1}")
+    if not layers:
+        raise UserError("layers: keep at least one layer")
+    config = copy.deepcopy(target.hf.config)
+    text = config.get_text_config()
+    for name, value in vars(text).items():  # layer_types and the like: one entry a layer
+        if isinstance(value, list) and len(value) == target.num_layers:
+            setattr(text, name, [value[i] for i in layers])
+    text.num_hidden_layers = len(layers)
+    hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    small = CausalLM(hf)
+    for own, kept in zip(small.layers, layers, strict=True):
+        own.load_state_dict(target.layers[kept].state_dict())
+    small.norm.load_state_dict(target.norm.state_dict())
+    if embeddings == "shared":
+        hf.set_input_embeddings(target.embedding)
+        hf.set_output_embeddings(target.lm_head)
+    else:
+        small.embedding.load_state_dict(target.embedding.state_dict())
+        small.lm_head.load_state_dict(target.lm_head.state_dict())
+    return hf
+
+
+def _from_checkpoint(target: Target, config: SmallConfig) -> tuple[Any, SmallConfig]:
+    """The HF model of config.checkpoint, and the config that can build it again."""
+    if config.architecture is not None and not config.lora_rank:
+        about = AutoConfig.for_model(**config.architecture)
+        return AutoModelForCausalLM.from_config(about, dtype=torch.float32), config
+    assert config.checkpoint is not None
+    source = resolve(config.checkpoint)
+    theirs = tokenizer_hash(AutoTokenizer.from_pretrained(source.path))
+    if theirs != target.identity()["tokenizer_hash"]:
+        raise UserError(
+            f"checkpoint: {config.checkpoint} has another tokenizer than the target "
+            f"{target.source.spec}; a draft model must share it"
+        )
+    hf = AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32)
+    return hf, config.model_copy(update={"architecture": hf.config.to_dict()})
+
+
+def _add_lora(hf: Any, rank: int) -> None:
+    """Adapters on every linear layer; everything else is frozen."""
+    from peft import LoraConfig, inject_adapter_in_model  # slow to import, and rarely needed
+
+    lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    inject_adapter_in_model(lora, hf)

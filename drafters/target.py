@@ -1,0 +1,119 @@
+"""The frozen target: how it is loaded, read and checked.
+
+On load it proves itself: its logits, by our attention, hooks and head, equal those that the same
+weights gave through transformers' own path before anything was replaced.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from draftsmith.drafters.attention import packed_step
+from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.causal_lm import CausalLM, Tap
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.source import Source, resolve, template_hash, tokenizer_hash
+
+logger = logging.getLogger(__name__)
+
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
+
+
+class Target(CausalLM):
+    """A frozen causal LM with its tokenizer: eval mode, no gradients."""
+
+    def __init__(self, hf: Any, tokenizer: Any, source: Source) -> None:
+        reference = probe_logits(hf)
+        super().__init__(hf)
+        self.tokenizer = tokenizer
+        self.source = source
+        self.requires_grad_(False)
+        self.eval()
+        self._prove(reference)
+        self._identity = {
+            "spec": source.spec,
+            "revision": source.revision,
+            "tokenizer_hash": tokenizer_hash(tokenizer),
+            "template_hash": template_hash(tokenizer),
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "num_layers": self.num_layers,
+        }
+
+    @classmethod
+    def load(
+        cls, spec: str, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    ) -> Target:
+        """Loads a hub id, a folder, a GGUF file or an alias; see `source.resolve`.
+
+        dtype None: fp32 on the CPU, the checkpoint's own elsewhere.
+        """
+        source = resolve(spec)
+        device = torch.device(device)
+        choice: Any = dtype or (torch.float32 if device.type == "cpu" else "auto")
+        try:
+            hf = AutoModelForCausalLM.from_pretrained(source.path, dtype=choice)
+            tokenizer = AutoTokenizer.from_pretrained(source.path)
+        except (OSError, ValueError, KeyError) as error:
+            line = str(error).strip().splitlines()[0]
+            raise UserError(f"target {spec}: transformers cannot load it ({line})") from None
+        return cls(hf.eval().to(device), tokenizer, source)
+
+    def identity(self) -> dict[str, Any]:
+        """What names this target in manifests and checkpoints."""
+        return dict(self._identity)
+
+    @property
+    def eos_ids(self) -> list[int]:
+        """The tokens that end a text, from the generation config."""
+        ids = self.hf.generation_config.eos_token_id
+        if ids is None:
+            ids = self.config.eos_token_id
+        return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+    @property
+    def max_positions(self) -> int:
+        """The longest text that the model's positions allow."""
+        return getattr(self.config, "max_position_embeddings", None) or 1 << 30
+
+    @torch.no_grad()
+    def read(self, batch: Batch, taps: Sequence[Tap]) -> Batch:
+        """Fills the batch's features and final state in one teacher-forced pass; returns it."""
+        out = self(batch.tokens, packed_step(batch.position, batch.segment), taps)
+        batch.features, batch.final = out.features, out.final
+        return batch
+
+    @torch.no_grad()
+    def _prove(self, reference: Tensor) -> None:
+        """Raises UserError unless our path gives the reference logits (1, T, V)."""
+        tokens = probe_tokens(reference.shape[2]).to(self.device)
+        position = torch.arange(tokens.shape[1], device=self.device).unsqueeze(0)
+        final = self(tokens, packed_step(position, torch.zeros_like(position))).final
+        ours = self.head(final)
+        gap = (ours.float() - reference.float()).abs().max().item()
+        bound = _TOLERANCE.get(final.dtype, 0.5) * max(1.0, reference.abs().max().item() / 10)
+        if not gap <= bound:
+            raise UserError(
+                f"target {self.source.spec}: logits through draftsmith's attention differ from "
+                f"transformers' own by {gap:.3g} (allowed {bound:.3g}); family "
+                f"{type(self.hf).__name__} is not supported"
+            )
+        logger.debug("target self-test: max logit difference %.2e", gap)
+
+
+def probe_tokens(vocab_size: int) -> Tensor:
+    """Twelve fixed token ids (1, 12), spread over the vocabulary."""
+    return (torch.arange(1, 13) * 7919 % vocab_size).unsqueeze(0)
+
+
+@torch.no_grad()
+def probe_logits(hf: Any) -> Tensor:
+    """Logits (1, 12, V) of an untouched HF model on the probe tokens."""
+    tokens = probe_tokens(hf.get_output_embeddings().weight.shape[0])
+    return hf(input_ids=tokens.to(hf.device), use_cache=False).logits

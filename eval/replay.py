@@ -1,0 +1,221 @@
+"""Replay: the exact expected acceptance of a drafter on text that the target wrote.
+
+Given the served text x, draft x_{a+2+j} is accepted with probability min(1, q(x)/p(x)) once the
+drafts before it were (Bayes on speculative sampling; shared/field notes call it r). Survival S of
+each depth follows, and n(first anchor), the expected number of verify passes, is exact by a
+backward recursion over anchors. All of it is float64 on the host; the model runs once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from draftsmith.drafters.base import Drafter, Guesses
+from draftsmith.drafters.batch import Batch, align
+from draftsmith.eval.stats import chunk_stats, chunks
+
+Array = NDArray[np.float64]
+ROWS = 512  # rows of (anchor, depth) whose logits are alive at a time
+
+
+@dataclass
+class Table:
+    """One text (a target-made span of L tokens) as the drafter sees it.
+
+    ratio (L, K): chance that depth j of anchor i is accepted, given the depths before it; anchor
+    i's root is the text's token i. limit (L,): depths that exist and were proposed. gap (L, K):
+    distance of q's two largest logits (inf where there is no q). prompt: which sample it is of.
+    """
+
+    ratio: Array
+    limit: NDArray[np.int64]
+    gap: Array
+    prompt: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that verify passes emit: all but the one that prefill yields."""
+        return len(self.limit) - 1
+
+
+@torch.no_grad()
+def tables(drafter: Drafter, batch: Batch, depths: int, first_prompt: int = 0) -> list[Table]:
+    """Tables of every text in a batch that the target has read, at the batch's own sampler.
+
+    first_prompt numbers the batch's first (row, segment); further ones count up.
+    """
+    alignment = align(batch, depths)
+    unroll = drafter.unroll(batch, depths)
+    if isinstance(unroll, Guesses):
+        exists = alignment.exists & (unroll.tokens >= 0)
+        ratio = ((unroll.tokens == alignment.label) & exists).double()
+        gap = torch.full_like(ratio, float("inf"))
+    else:
+        exists = unroll.index >= 0
+        ratio = torch.zeros(exists.shape, dtype=torch.float64, device=batch.device)
+        gap = torch.full_like(ratio, float("inf"))
+        filled_ratio, filled_gap = [], []
+        for chunk in chunks(batch, alignment, unroll, ROWS):
+            stats = chunk_stats(drafter, batch, unroll, unroll.hidden, chunk)
+            accept = (stats.logq.double() - stats.logp.double()).exp().clamp(max=1.0)
+            if batch.sampler.greedy:
+                accept = stats.logq.double().exp()
+            accept = accept.nan_to_num(0.0)  # neither p nor q holds the token: foreign text
+            filled_ratio.append(accept[chunk.cell])
+            filled_gap.append(stats.gap.double()[chunk.cell])
+        if filled_ratio:
+            ratio[exists] = torch.cat(filled_ratio)
+            gap[exists] = torch.cat(filled_gap)
+    limit = exists.long().cumprod(2).sum(2)  # (B, A)
+    return _split(batch, alignment.anchors, ratio, limit, gap, first_prompt)
+
+
+def _split(
+    batch: Batch,
+    anchors: torch.Tensor,
+    ratio: torch.Tensor,
+    limit: torch.Tensor,
+    gap: torch.Tensor,
+    first_prompt: int,
+) -> list[Table]:
+    """Cuts per-row arrays over anchors into one Table a text."""
+    out = []
+    prompt = first_prompt - 1
+    seen: tuple[int, int] | None = None
+    for b in range(anchors.shape[0]):
+        row = anchors[b].tolist()
+        segments = batch.segment[b].tolist()
+        made = batch.made[b].tolist()
+        start = 0
+        for i, a in enumerate(row):
+            if a < 0:
+                break
+            if (b, segments[a]) != seen:
+                seen, prompt = (b, segments[a]), prompt + 1
+            last = i + 1 == len(row) or row[i + 1] != a + 1 or segments[a + 1] != segments[row[i + 1] + 1]
+            if last or not made[a + 1]:
+                cut = slice(start, i + 1)
+                out.append(
+                    Table(
+                        ratio[b, cut].cpu().numpy(),
+                        limit[b, cut].cpu().numpy(),
+                        gap[b, cut].cpu().numpy(),
+                        prompt,
+                    )
+                )
+                start = i + 1
+    return out
+
+
+def survivals(table: Table, k: int) -> Array:
+    """S (L, k + 2) under the token rule: S_0 = 1, S_{j+1} = S_j r_j; 0 past the last depth."""
+    L = len(table.limit)
+    S = np.zeros((L, k + 2))
+    S[:, 0] = 1.0
+    S[:, 1 : k + 1] = np.cumprod(table.ratio[:, :k], axis=1)
+    S[:, 1 : k + 1] *= np.arange(k) < table.limit[:, None]
+    return S
+
+
+@dataclass
+class Moments:
+    """Of the counts over one text: mean and variance of [passes, accepted at depth 0, 1, ..].
+
+    reached and survived (k,): expected rounds in which depth j was reached, and accepted.
+    """
+
+    mean: Array  # (1 + k,)
+    variance: Array
+    reached: Array
+    survived: Array
+
+
+def moments(table: Table, k: int) -> Moments:
+    """Backward recursion for the moments of n, forward recursion for alpha (DESIGN.md, Replay)."""
+    L = len(table.limit)
+    S = survivals(table, k)
+    P = S[:, :-1] - S[:, 1:]  # (L, k + 1): chance that m drafts are accepted
+    f = np.ones((k + 1, k + 1))  # f[m] = [1, m > 0, m > 1, ..]
+    f[:, 1:] = np.arange(k + 1)[:, None] > np.arange(k)
+    v = np.zeros((L + k + 1, k + 1))
+    v2 = np.zeros_like(v)
+    for i in range(L - 2, -1, -1):  # at i = L - 1 the root ends the text: no pass
+        after, after2 = v[i + 1 : i + k + 2], v2[i + 1 : i + k + 2]
+        v[i] = P[i] @ (f + after)
+        v2[i] = P[i] @ (f * f + 2 * f * after + after2)
+    weight = np.zeros(L + k + 1)
+    weight[0] = 1.0
+    reached, survived = np.zeros(k), np.zeros(k)
+    depth = np.arange(k)
+    for i in range(L - 1):
+        weight[i + 1 : i + k + 2] += weight[i] * P[i]
+        exists = depth < table.limit[i]
+        reached += weight[i] * S[i, :k] * exists
+        survived += weight[i] * S[i, 1 : k + 1] * exists
+    return Moments(v[0], np.maximum(v2[0] - v[0] ** 2, 0.0), reached, survived)
+
+
+@dataclass
+class Replay:
+    """Expected acceptance at draft length k, pooled over texts."""
+
+    k: int
+    tokens: int
+    passes: float
+    tau: float
+    tau_ci: tuple[float, float]
+    alpha: list[float | None]
+    texts: list[Moments]
+
+
+def summarise(all_tables: Sequence[Table], k: int, resamples: int = 1000, seed: int = 0) -> Replay:
+    """tau = all tokens / all expected passes; its interval is a bootstrap over prompts."""
+    worked = [t for t in all_tables if t.tokens > 0]
+    parts = [moments(t, k) for t in worked]
+    tokens = np.array([t.tokens for t in worked], dtype=float)
+    passes = np.array([m.mean[0] for m in parts])
+    reached = sum((m.reached for m in parts), np.zeros(k))
+    survived = sum((m.survived for m in parts), np.zeros(k))
+    alpha = [float(s / r) if r > 0 else None for s, r in zip(survived, reached, strict=True)]
+    tau = float(tokens.sum() / passes.sum()) if len(worked) else float("nan")
+    interval = _bootstrap(tokens, passes, [t.prompt for t in worked], resamples, seed)
+    return Replay(k, int(tokens.sum()), float(passes.sum()), tau, interval, alpha, parts)
+
+
+def _bootstrap(
+    tokens: Array, passes: Array, prompts: Sequence[int], resamples: int, seed: int
+) -> tuple[float, float]:
+    """95% percentile interval of tau, resampling whole prompts."""
+    if not len(tokens):
+        return float("nan"), float("nan")
+    _, group = np.unique(np.array(prompts), return_inverse=True)
+    by_prompt = np.stack([np.bincount(group, tokens), np.bincount(group, passes)])  # (2, prompts)
+    count = by_prompt.shape[1]
+    drawn = np.random.default_rng(seed).integers(0, count, (resamples, count))
+    sums = by_prompt[:, drawn].sum(2)
+    low, high = np.percentile(sums[0] / sums[1], [2.5, 97.5])
+    return float(low), float(high)
+
+
+def replay(drafter: Drafter, batches: Iterable[Batch], k: int) -> dict[int, Replay]:
+    """Replay at every draft length 1..k over batches the target has read.
+
+    One unroll serves all lengths where a depth does not depend on k; other families unroll per k.
+    """
+    read = list(batches)
+
+    def at(depths: int) -> list[Table]:
+        out: list[Table] = []
+        for batch in read:
+            out += tables(drafter, batch, depths, out[-1].prompt + 1 if out else 0)
+        return out
+
+    if drafter.depth_causal:
+        full = at(k)
+        return {j: summarise(full, j) for j in range(1, k + 1)}
+    return {j: summarise(at(j), j) for j in range(1, k + 1)}

@@ -109,9 +109,7 @@ class Drafter(nn.Module, ABC):
         return cls(target, config)
 
     @abstractmethod
-    def unroll(
-        self, batch: Batch, depths: int, anchors: Tensor | None = None
-    ) -> Unroll | Guesses:
+    def unroll(self, batch: Batch, depths: int, anchors: Tensor | None = None) -> Unroll | Guesses:
         """Every (anchor, depth) of a batch whose features are filled; anchors None = all.
 
         Shapes: see Unroll. anchors (B, A) padded with -1.

@@ -42,9 +42,7 @@ class CausalLM(nn.Module):
         decoder = hf.get_decoder()
         self._parts: dict[str, Any] = {"decoder": decoder}  # not registered twice as modules
         depth = self.config.num_hidden_layers
-        lists = [
-            m for m in decoder.children() if isinstance(m, nn.ModuleList) and len(m) == depth
-        ]
+        lists = [m for m in decoder.children() if isinstance(m, nn.ModuleList) and len(m) == depth]
         if len(lists) != 1:
             raise UserError(
                 f"{type(hf).__name__}: no single list of {depth} decoder layers was found; "
@@ -92,7 +90,7 @@ class CausalLM(nn.Module):
         return self.embedding.weight.device
 
     def _find_final_norm(self) -> nn.Module:
-        """The module that ran last in the decoder, after its layers: seen on a probe of 2 tokens."""
+        """The module that ran last in the decoder, after its layers: seen on two probe tokens."""
         ran: list[nn.Module] = []
         children = [m for m in self._parts["decoder"].children() if m is not self.layers]
         hooks = [m.register_forward_hook(lambda m, i, o: ran.append(m)) for m in children]
@@ -133,9 +131,7 @@ class CausalLM(nn.Module):
         hooks = [self.norm.register_forward_pre_hook(keep("final"), with_kwargs=True)]
         for tap in taps:
             if tap == "normed":
-                hooks.append(
-                    self.norm.register_forward_hook(lambda m, i, o: seen.update(normed=o))
-                )
+                hooks.append(self.norm.register_forward_hook(lambda m, i, o: seen.update(normed=o)))
             elif tap != self.num_layers:  # id k is what layer k reads
                 layer = self.layers[int(tap)]
                 hooks.append(layer.register_forward_pre_hook(keep(str(tap)), with_kwargs=True))

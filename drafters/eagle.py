@@ -226,7 +226,9 @@ class Eagle(Drafter):
             query = attend.queries(x, position)
             seen = (slots >= 1) & (slots <= slab.length.unsqueeze(1))  # (B, S)
             mixed = F.scaled_dot_product_attention(
-                query, attend.over_groups(key), attend.over_groups(value),
+                query,
+                attend.over_groups(key),
+                attend.over_groups(value),
                 attn_mask=seen[:, None, None, :],
             )
             hidden = self._finish(residual, mixed)

@@ -109,7 +109,9 @@ class Small(Drafter):
         number = used.cumsum(0) - 1
         index = torch.where(alignment.exists, number[flat], -1)
         prev = batch.tokens.flatten()[used]
-        return Unroll(final.flatten(0, 1)[used], index, prev, torch.zeros_like(prev), alignment.anchors)
+        return Unroll(
+            final.flatten(0, 1)[used], index, prev, torch.zeros_like(prev), alignment.anchors
+        )
 
     def start(self, rows: int, capacity: int) -> SmallState:
         slab = Slab(rows, capacity, self.lm.device)

@@ -185,7 +185,9 @@ def _in_package(spec: str, text: str) -> Path:
     name, _, inside = text.partition("/")
     module = name.replace("-", "_")
     if not module.isidentifier():
-        raise _error(spec, "write package:NAME or package:NAME/FILE.gguf, NAME a top-level package")
+        raise _error(
+            spec, "no package name; write package:NAME or package:NAME/FILE.gguf (NAME has no dots)"
+        )
     try:
         found = importlib.util.find_spec(module)
     except ValueError:  # some modules that are loaded already, __main__ for one, have no spec

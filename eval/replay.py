@@ -97,7 +97,11 @@ def _split(
                 break
             if (b, segments[a]) != seen:
                 seen, prompt = (b, segments[a]), prompt + 1
-            last = i + 1 == len(row) or row[i + 1] != a + 1 or segments[a + 1] != segments[row[i + 1] + 1]
+            last = (
+                i + 1 == len(row)
+                or row[i + 1] != a + 1
+                or segments[a + 1] != segments[row[i + 1] + 1]
+            )
             if last or not made[a + 1]:
                 cut = slice(start, i + 1)
                 out.append(
@@ -162,7 +166,10 @@ def moments(table: Table, k: int) -> Moments:
 
 @dataclass
 class Replay:
-    """Expected acceptance at draft length k, pooled over texts."""
+    """Expected acceptance at draft length k, pooled over texts that took a verify pass.
+
+    biased: some text was not the target's own, so that expectations are not the decoder's.
+    """
 
     k: int
     tokens: int
@@ -170,7 +177,8 @@ class Replay:
     tau: float
     tau_ci: tuple[float, float]
     alpha: list[float | None]
-    texts: list[Moments]
+    tables: list[Table]
+    biased: bool = False
 
 
 def summarise(all_tables: Sequence[Table], k: int, resamples: int = 1000, seed: int = 0) -> Replay:
@@ -184,7 +192,7 @@ def summarise(all_tables: Sequence[Table], k: int, resamples: int = 1000, seed: 
     alpha = [float(s / r) if r > 0 else None for s, r in zip(survived, reached, strict=True)]
     tau = float(tokens.sum() / passes.sum()) if len(worked) else float("nan")
     interval = _bootstrap(tokens, passes, [t.prompt for t in worked], resamples, seed)
-    return Replay(k, int(tokens.sum()), float(passes.sum()), tau, interval, alpha, parts)
+    return Replay(k, int(tokens.sum()), float(passes.sum()), tau, interval, alpha, list(all_tables))
 
 
 def _bootstrap(
@@ -202,7 +210,7 @@ def _bootstrap(
     return float(low), float(high)
 
 
-def replay(drafter: Drafter, batches: Iterable[Batch], k: int) -> dict[int, Replay]:
+def replay(drafter: Drafter, batches: Iterable[Batch], k: int, seed: int = 0) -> dict[int, Replay]:
     """Replay at every draft length 1..k over batches the target has read.
 
     One unroll serves all lengths where a depth does not depend on k; other families unroll per k.
@@ -215,7 +223,8 @@ def replay(drafter: Drafter, batches: Iterable[Batch], k: int) -> dict[int, Repl
             out += tables(drafter, batch, depths, out[-1].prompt + 1 if out else 0)
         return out
 
-    if drafter.depth_causal:
-        full = at(k)
-        return {j: summarise(full, j) for j in range(1, k + 1)}
-    return {j: summarise(at(j), j) for j in range(1, k + 1)}
+    full = at(k) if drafter.depth_causal else None
+    out = {j: summarise(full or at(j), j, seed=seed) for j in range(1, k + 1)}
+    for result in out.values():
+        result.biased = any(batch.foreign for batch in read)
+    return out

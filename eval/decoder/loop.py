@@ -180,7 +180,7 @@ class Decoder:
         return accept.chain(drafts, proposal.length, sampler.probs(logits), q, draws)
 
     def _own_choice(self, logits: Tensor, sampler: Sampler, noise: Noise, first: Tensor) -> Tensor:
-        """The target's own tokens (B, N) from logits (B, N, V); first (B,): where token 0 stands."""
+        """The target's own tokens (B, N) of logits (B, N, V); first (B,): token 0's position."""
         if sampler.greedy:
             return argmax(logits)
         position = first.unsqueeze(1) + torch.arange(logits.shape[1], device=logits.device)

@@ -1,0 +1,178 @@
+"""One drafter, one set of prompts: decode, baseline, replay of the decoded text, parity.
+
+The prompts are decoded one at a time (batch 1), which is what the speed figures are for.
+"""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.drafters.base import Drafter, Policy
+from draftsmith.drafters.batch import Batch, batch_of
+from draftsmith.drafters.sampling import Sampler
+from draftsmith.drafters.target import Target
+from draftsmith.eval.decoder.loop import Clock, Decoder
+from draftsmith.eval.decoder.text import Text
+from draftsmith.eval.parity import compare, counts
+from draftsmith.eval.replay import replay
+
+Progress = Callable[[str, int, int], None]
+
+
+def evaluate(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    sampler: Sampler,
+    k: int,
+    max_new_tokens: int,
+    *,
+    seed: int = 0,
+    stop: Sequence[str] = (),
+    progress: Progress = lambda what, done, tokens: None,
+) -> dict[str, Any]:
+    """The report (report.json's content) of a drafter on prompts given as token ids.
+
+    progress(what, prompts done, new tokens) is called as decoding goes on.
+    """
+
+    def decode(decoder: Decoder, what: str) -> list[Text]:
+        decoder.generate(prompts[:1], sampler, min(8, max_new_tokens), seed=seed)  # warm-up
+        decoder.clock = Clock()
+        texts: list[Text] = []
+
+        def report(new: int) -> None:
+            progress(what, len(texts), new)
+
+        for row, prompt in enumerate(prompts):
+            texts += decoder.generate(
+                [prompt], sampler, max_new_tokens, rows=[row], seed=seed, stop=stop, progress=report
+            )
+            report(0)
+        return texts
+
+    speculative, baseline = Decoder(target, drafter, Policy(k)), Decoder(target)
+    texts = decode(speculative, "speculative")
+    plain = decode(baseline, "baseline")
+
+    deterministic = sampler.greedy or drafter.deterministic
+    batches = read_texts(target, drafter, texts, sampler)
+    by_k = replay(drafter, batches, k, seed)
+    parity = compare(texts, by_k[k].tables, k, deterministic)
+
+    clock, base = speculative.clock, baseline.clock
+    counted = counts(texts, k)
+    reached = [
+        sum(r.proposed > j and r.accepted >= j for t in texts for r in t.rounds) for j in range(k)
+    ]
+    emitted = sum(len(t.tokens) - 1 for t in texts)
+    per_round = [part / max(clock.rounds, 1) for part in (clock.draft, clock.verify, clock.host)]
+    base_step = base.total / max(base.rounds, 1)
+    tau = emitted / counted[0] if counted[0] else None
+    same = sum(a.tokens == b.tokens for a, b in zip(texts, plain, strict=True))
+    return {
+        "target": target.identity(),
+        "drafter": {"family": drafter.family, "parameters": count_parameters(drafter)},
+        "sampler": vars(sampler),
+        "k": k,
+        "max_new_tokens": max_new_tokens,
+        "prompts": len(prompts),
+        "replay": {
+            "tau": by_k[k].tau,
+            "tau_ci": list(by_k[k].tau_ci),
+            "alpha": by_k[k].alpha,
+            "tau_by_k": {str(j): r.tau for j, r in by_k.items()},
+        },
+        "decode": {
+            "tau": tau,
+            "alpha": [a / r if r else None for a, r in zip(counted[1:], reached, strict=True)],
+            "tokens": emitted,
+            "passes": counted[0],
+            "tokens_per_s": clock.tokens / clock.total if clock.total else None,
+            "baseline_tokens_per_s": base.tokens / base.total if base.total else None,
+            "speedup": _ratio(clock.tokens, clock.total, base.tokens, base.total),
+            "draft_ms": 1e3 * per_round[0],
+            "verify_ms": 1e3 * per_round[1],
+            "host_ms": 1e3 * per_round[2],
+            "baseline_step_ms": 1e3 * base_step,
+            "prefill_ms": 1e3 * clock.prefill / max(len(prompts), 1),
+            # Equal texts are owed only where both draw alike: greedy, or the match rule.
+            "texts_equal_to_baseline": same if deterministic else None,
+        },
+        "parity": parity.report(),
+        "predicted_speedup": by_k[k].tau * base_step / sum(per_round) if clock.rounds else None,
+        "versions": versions(),
+        "device": str(target.device),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "command": command(),
+        "commit": commit(),
+        "seed": seed,
+    }
+
+
+def read_texts(
+    target: Target, drafter: Drafter, texts: Sequence[Text], sampler: Sampler, rows: int = 8
+) -> list[Batch]:
+    """Batches of at most `rows` decoded texts, in order, read by the target."""
+    out = []
+    for i in range(0, len(texts), rows):
+        pairs = [
+            (t.prompt + t.tokens, [False] * len(t.prompt) + [True] * len(t.tokens))
+            for t in texts[i : i + rows]
+        ]
+        batch = batch_of(pairs, sampler).to(target.device)
+        out.append(target.read(batch, drafter.taps))
+    return out
+
+
+def count_parameters(drafter: Drafter) -> int:
+    """The drafter's own parameters: those that its checkpoint holds."""
+    return sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+
+
+def _ratio(tokens: int, seconds: float, base_tokens: int, base_seconds: float) -> float | None:
+    if not (tokens and seconds and base_tokens and base_seconds):
+        return None
+    return (tokens / seconds) / (base_tokens / base_seconds)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the figures depend on."""
+    names = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "peft")
+    found = {"python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def command() -> str:
+    """The command line of this process."""
+    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def commit() -> str | None:
+    """The git commit of this checkout ("+" when it has changes); None when it is not one."""
+    root = Path(__file__).resolve().parents[1]
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")) != root:
+            return None  # installed inside somebody else's checkout
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,0 +1,120 @@
+"""Parity: what the decoder counted against what replay expects on the text it wrote.
+
+Deterministic drafts: rounds are equal as integers, prompt by prompt, but for splits where q's two
+largest logits lie within an fp32 tie. Sampled drafts: z = (counted - expected) / sqrt(variance)
+for passes and for each depth. Anything else is a bug, never noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from draftsmith.eval.decoder.text import Text
+from draftsmith.eval.replay import Table, moments
+
+TIE = 1e-3  # two logits closer than this are a tie in fp32
+Z_BOUND = 3.5
+
+
+@dataclass
+class Split:
+    """Where a prompt's decoding left replay's walk: the anchor, the depth, and q's top-2 gap."""
+
+    prompt: int
+    anchor: int
+    depth: int
+    gap: float
+
+
+@dataclass
+class Parity:
+    """counted and expected: [passes, accepted at depth 0, 1, ..], over all texts.
+
+    deterministic: z is not defined, `equal` says whether every text that is no tie agrees.
+    sampled: z per count, None where the variance is 0 (then the counts must be equal).
+    """
+
+    deterministic: bool
+    counted: list[int]
+    expected: list[float]
+    z: list[float | None]
+    equal: bool
+    texts: int
+    ties: list[Split] = field(default_factory=list)
+    splits: list[Split] = field(default_factory=list)
+
+    @property
+    def holds(self) -> bool:
+        """Whether decoder and replay agree as DESIGN.md defines it."""
+        if self.deterministic:
+            return self.equal and len(self.ties) <= math.ceil(self.texts / 50)
+        return self.equal and all(z is None or abs(z) < Z_BOUND for z in self.z)
+
+    def report(self) -> dict:
+        """The `parity` entry of report.json."""
+        return {
+            "deterministic": self.deterministic,
+            "passes": self.counted[0],
+            "expected": self.expected[0],
+            "z": self.z[0],
+            "accepted_per_depth": self.counted[1:],
+            "expected_per_depth": self.expected[1:],
+            "z_per_depth": self.z[1:],
+            "equal": self.equal,
+            "ties": [vars(s) for s in self.ties],
+            "splits": [vars(s) for s in self.splits],
+            "holds": self.holds,
+        }
+
+
+def counts(texts: Sequence[Text], k: int) -> list[int]:
+    """[passes, accepted at depth 0, 1, .. k-1] that the decoder counted."""
+    rounds = [r for text in texts for r in text.rounds]
+    return [len(rounds), *(sum(r.accepted > j for r in rounds) for j in range(k))]
+
+
+def compare(texts: Sequence[Text], tables: Sequence[Table], k: int, deterministic: bool) -> Parity:
+    """Compares decoded texts with replay's tables of the same texts, in the same order."""
+    counted = counts(texts, k)
+    parts = [moments(table, k) for table in tables]
+    expected = [float(sum(m.mean[i] for m in parts)) for i in range(k + 1)]
+    if deterministic:
+        found = [
+            _first_split(i, *pair, k) for i, pair in enumerate(zip(texts, tables, strict=True))
+        ]
+        ties = [s for s in found if s is not None and s.gap < TIE]
+        splits = [s for s in found if s is not None and s.gap >= TIE]
+        none: list[float | None] = [None] * (k + 1)
+        return Parity(True, counted, expected, none, not splits, len(texts), ties, splits)
+    variance = [float(sum(m.variance[i] for m in parts)) for i in range(k + 1)]
+    z: list[float | None] = []
+    equal = True
+    for count, mean, spread in zip(counted, expected, variance, strict=True):
+        if spread > 1e-9:
+            z.append((count - mean) / math.sqrt(spread))
+        else:  # nothing random is left: the counts must be the same
+            z.append(None)
+            equal = equal and abs(count - mean) < 1e-6
+    return Parity(False, counted, expected, z, equal, len(texts))
+
+
+def _first_split(prompt: int, text: Text, table: Table, k: int) -> Split | None:
+    """The first round in which a deterministic decoder left replay's walk, or None."""
+    first = len(text.prompt) - 1  # the anchor whose root is the text's token 0
+    walked = [(r.anchor - first, r.accepted) for r in text.rounds]
+    i = 0
+    for anchor, accepted in walked:
+        limit = min(k, int(table.limit[i])) if i < len(table.limit) else 0
+        m = 0
+        while m < limit and table.ratio[i, m] == 1.0:
+            m += 1
+        if anchor != i or accepted != m:
+            depth = min(m, accepted)
+            gap = float(table.gap[i, depth]) if depth < table.gap.shape[1] else math.inf
+            return Split(prompt, anchor, depth, gap)
+        i += 1 + m
+    if i < table.tokens:
+        return Split(prompt, i, 0, math.inf)
+    return None

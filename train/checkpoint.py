@@ -1,0 +1,161 @@
+"""A run's folder: checkpoints that are whole or absent, and the best one.
+
+    runs/NAME/recipe.yaml            the recipe as run, defaults filled in
+    runs/NAME/metrics.jsonl          one JSON line per logged step and per replay
+    runs/NAME/checkpoint-STEP/       config.json + model.safetensors (a drafter), state.pt
+    runs/NAME/best -> checkpoint-STEP
+
+A checkpoint is written beside its place, flushed to disk and renamed, so a run killed at any
+moment finds either all of it or none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from draftsmith.drafters import base
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.errors import UserError
+from draftsmith.train.recipe import Recipe
+
+# Keys that do not decide the weights: a run may go on with other values.
+_FREE = {"runs", "samples", "log_every", "tracker", "chunk"}
+
+
+def claim(recipe: Recipe) -> bool:
+    """Makes the run's folder, or recognises it as this run's own; True when it can be resumed.
+
+    Raises UserError when the folder holds another run, or cannot be written.
+    """
+    folder = recipe.folder
+    path = folder / "recipe.yaml"
+    if path.is_file():
+        before = yaml.safe_load(path.read_text())
+        now = recipe.flat()
+        keys = sorted((before.keys() | now.keys()) - _FREE)
+        differ = [key for key in keys if before.get(key) != now.get(key)]
+        if differ:
+            key = differ[0]
+            raise UserError(
+                f"{folder}: holds another run ({key}: {before.get(key)} there, {now.get(key)} "
+                "here); give this one another name"
+            )
+        return True
+    if folder.exists() and any(p.name != "samples" for p in folder.iterdir()):
+        raise UserError(f"{folder}: not empty and no run of draftsmith; give another name")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(path, yaml.safe_dump(recipe.flat(), sort_keys=False))
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror}); change runs") from None
+    return False
+
+
+def save(folder: Path, step: int, drafter: Drafter, state: dict[str, Any]) -> Path:
+    """Writes checkpoint-STEP: the drafter, and all that resuming needs."""
+    place = folder / f"checkpoint-{step}"
+    if place.exists():  # stopped right after it was made
+        return place
+    scratch = folder / f".writing-{step}"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    base.save(drafter, scratch)
+    torch.save(state | {"step": step, "rng": rng_state()}, scratch / "state.pt")
+    for file in scratch.iterdir():
+        _flush(file)
+    _flush(scratch)
+    os.replace(scratch, place)
+    _flush(folder)
+    return place
+
+
+def mark_best(folder: Path, step: int) -> None:
+    """Points `best` at checkpoint-STEP, atomically."""
+    link = folder / ".best"
+    link.unlink(missing_ok=True)
+    link.symlink_to(f"checkpoint-{step}")
+    os.replace(link, folder / "best")
+
+
+def steps(folder: Path) -> list[int]:
+    """Steps of the complete checkpoints in a run, ascending."""
+    found = [p.name.removeprefix("checkpoint-") for p in folder.glob("checkpoint-*")]
+    return sorted(int(name) for name in found if name.isdigit())
+
+
+def restore(folder: Path, step: int, drafter: Drafter) -> dict[str, Any]:
+    """Loads checkpoint-STEP into a drafter built from the same recipe; returns its state."""
+    place = folder / f"checkpoint-{step}"
+    drafter.load_state_dict(load_file(place / "model.safetensors"), strict=False)
+    state = torch.load(place / "state.pt", map_location="cpu", weights_only=False)
+    set_rng_state(state["rng"])
+    return state
+
+
+def rng_state() -> dict[str, Any]:
+    """States of every generator a training step could draw from."""
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+
+
+class Metrics:
+    """The run's log: JSON lines, cut back to the checkpoint on resume."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.path = folder / "metrics.jsonl"
+        kept = [m for m in read_metrics(folder) if m["step"] <= step]
+        _write(self.path, "".join(json.dumps(m) + "\n" for m in kept))
+
+    def write(self, **values: Any) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(values) + "\n")
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """All logged lines of a run; a last line cut short by a kill is left out."""
+    path = folder / "metrics.jsonl"
+    out = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            out.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return out
+
+
+def _write(path: Path, text: str) -> None:
+    scratch = path.with_name(f".{path.name}")
+    scratch.write_text(text)
+    _flush(scratch)
+    os.replace(scratch, path)
+
+
+def _flush(path: Path) -> None:
+    """Waits until a file's or folder's content is on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,270 @@
+"""The training loop: samples -> drafter, resumable bit for bit on CPU.
+
+The target is frozen and runs inside the step (no feature cache). Gradients of all micro-batches
+and processes are sums over one global denominator, reduced once a step: nothing depends on how
+the global batch was cut. The best checkpoint is the one with the highest replay tau on held-out
+conversations, never the one with the lowest loss.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from dataclasses import asdict
+from types import FrameType
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import get_cosine_schedule_with_warmup
+
+from draftsmith.drafters.base import Drafter, family
+from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.target import Target
+from draftsmith.eval.replay import replay
+from draftsmith.train import checkpoint
+from draftsmith.train.checkpoint import Metrics
+from draftsmith.train.objective import Objective, Sums, backward, denominator
+from draftsmith.train.packing import Cursor, Stream, collate
+from draftsmith.train.progress import ProgressLine
+from draftsmith.train.recipe import Recipe
+from draftsmith.train.samples import Samples
+
+STOPPED = 143  # 128 + SIGTERM
+
+
+class Trainer:
+    """One run of one recipe. `run()` returns the process's exit code."""
+
+    def __init__(self, recipe: Recipe, target: Target, samples: Samples, accelerator: Accelerator):
+        self.recipe, self.target, self.accelerator = recipe, target, accelerator
+        self.samples = samples
+        self.learn, self.heldout = samples.split(recipe.heldout, recipe.seed)
+        if not self.learn:
+            raise UserError(
+                f"heldout: {recipe.heldout} of {len(samples)} conversations leaves none to train on"
+            )
+        torch.manual_seed(recipe.seed)
+        counts = samples.token_counts(self.learn)
+        cls = family(recipe.drafter)
+        self.drafter: Drafter = cls.create(target, recipe.drafter_config(), counts)
+        self.drafter.to(accelerator.device)
+        self.coverage = self.drafter.vocab.coverage(counts.to(accelerator.device))
+        self.objective = Objective(recipe.loss, recipe.decay)
+        # A row that serves every depth already stands at depth 0.
+        self.depths = 1 if cls.rows_shared else recipe.depths
+        self.trained = [p for p in self.drafter.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            self.trained, lr=recipe.lr, betas=(0.9, 0.95), weight_decay=recipe.weight_decay
+        )
+        warmup = int(recipe.warmup * recipe.steps)
+        self.schedule = get_cosine_schedule_with_warmup(self.optimizer, warmup, recipe.steps)
+        self.stream = Stream(samples, self.learn, recipe.length, recipe.seed)
+        self.cursor = Cursor()
+        self.step = 0
+        self.tokens = 0  # positions learned from so far
+        self.seconds = 0.0  # spent training, evaluations and earlier parts of the run included
+        self.best: dict[str, float] | None = None
+        self.coefficients: dict[str, Tensor] = {}  # running ones that a loss may keep
+        self.stopping = False
+
+    def run(self) -> int:
+        """Trains to the last step, or to SIGTERM; saves on either."""
+        recipe, main = self.recipe, self.accelerator.is_main_process
+        done = checkpoint.steps(recipe.folder)
+        if done:
+            self._restore(done[-1])
+        if self.step >= recipe.steps:
+            self._say(f"{recipe.folder} is finished: {self.step} steps, best {self.best}")
+            return 0
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        self.metrics = Metrics(recipe.folder, self.step) if main else None
+        self.line = ProgressLine(recipe.steps, self.step) if main else None
+        self._log_start()
+        if self.step == 0:
+            self._evaluate()
+        window, began = Sums.zero(self.depths), time.perf_counter()
+        window_tokens, window_began = self.tokens, began
+        while self.step < recipe.steps:
+            sums, norm = self._step()
+            window.add(sums)
+            if self.step % recipe.log_every == 0 or self.step == recipe.steps:
+                now = time.perf_counter()
+                speed = (self.tokens - window_tokens) / (now - window_began)
+                self._log(window, norm, speed)
+                window, window_tokens, window_began = Sums.zero(self.depths), self.tokens, now
+            if self.step % recipe.save_every == 0 or self.step == recipe.steps or self._stop():
+                self.seconds += time.perf_counter() - began
+                began = time.perf_counter()
+                if not self._stop():
+                    self._evaluate()
+                    self.seconds += time.perf_counter() - began
+                    began = time.perf_counter()
+                self._save()
+                window_began = time.perf_counter()
+            if self._stop():
+                self._say(f"stopped at step {self.step}; the same command goes on from there")
+                return STOPPED
+        self.accelerator.end_training()
+        return 0
+
+    def _step(self) -> tuple[Sums, float]:
+        """One optimizer step over rows * accumulation * processes packed rows."""
+        recipe, accelerator = self.recipe, self.accelerator
+        count = recipe.rows * recipe.accumulation * accelerator.num_processes
+        rows, self.cursor = self.stream.take(self.cursor, count)
+        mine = rows[accelerator.process_index :: accelerator.num_processes]
+        batches = [
+            collate(self.samples, mine[i : i + recipe.rows], recipe.length)
+            for i in range(0, len(mine), recipe.rows)
+        ]
+        # Learned positions, and the denominator of the whole global batch.
+        local = torch.tensor(
+            [sum(denominator(b, self.depths, self.objective) for b in batches),
+             sum(denominator(b, 1, self.objective) for b in batches)],
+            device=accelerator.device,
+        )  # fmt: skip
+        total, learned = accelerator.reduce(local, reduction="sum").tolist()
+        self.optimizer.zero_grad(set_to_none=True)
+        sums = Sums.zero(self.depths)
+        for batch in batches:
+            sums.add(self._micro(batch.to(accelerator.device), max(total, 1.0)))
+        for parameter in self.trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if accelerator.num_processes > 1:
+                parameter.grad = accelerator.reduce(parameter.grad, reduction="sum")
+        norm = torch.nn.utils.clip_grad_norm_(self.trained, recipe.clip).item()
+        if norm != norm or norm == float("inf"):
+            raise UserError(
+                f"step {self.step + 1}: the gradient is not finite; the last checkpoint is intact; "
+                "lower lr or check the samples"
+            )
+        self.optimizer.step()
+        self.schedule.step()
+        self.step += 1
+        self.tokens += int(learned)
+        return sums, norm
+
+    def _micro(self, batch: Batch, total: float) -> Sums:
+        self.drafter.train()
+        with self.accelerator.autocast():
+            self.target.read(batch, self.drafter.taps)
+            return backward(
+                self.drafter, batch, self.depths, self.objective, total, self.recipe.chunk
+            )
+
+    def _evaluate(self) -> None:
+        """Replays the held-out conversations; remembers the step if it is the best so far."""
+        recipe = self.recipe
+        self.drafter.eval()
+        batches = []
+        with self.accelerator.autocast():
+            for i in range(0, len(self.heldout), 4):
+                rows = [[index] for index in self.heldout[i : i + 4]]
+                batch = collate(self.samples, rows, self.target.max_positions)
+                batches.append(
+                    self.target.read(batch.to(self.accelerator.device), self.drafter.taps)
+                )
+            found = replay(self.drafter, batches, recipe.k, recipe.seed)
+        result = found[recipe.k]
+        self.tau = result.tau
+        self.improved = self.step > 0 and (self.best is None or result.tau > self.best["tau"])
+        if self.improved:
+            self.best = {"step": self.step, "tau": result.tau}
+        biased = " (biased: not the target's own)" if result.biased else ""
+        self._say(
+            f"step {self.step}: replay tau {result.tau:.3f} "
+            f"[{result.tau_ci[0]:.3f}, {result.tau_ci[1]:.3f}] at k={recipe.k}, alpha "
+            + " ".join("-" if a is None else f"{a:.3f}" for a in result.alpha)
+            + biased
+        )
+        self._write(
+            kind="replay",
+            tau=result.tau,
+            tau_ci=list(result.tau_ci),
+            alpha=result.alpha,
+            tau_by_k={str(j): r.tau for j, r in found.items()},
+            k=recipe.k,
+            seconds=self.seconds,
+            biased=result.biased,
+        )
+
+    def _log(self, window: Sums, norm: float, speed: float) -> None:
+        weights = self.objective.weights(torch.ones(self.depths)) * window.cells
+        loss = window.loss / max(weights.sum().item(), 1.0)
+        alpha = (window.alpha / window.cells.clamp(min=1)).tolist()
+        lr = self.schedule.get_last_lr()[0]
+        self._write(kind="train", loss=loss, alpha=alpha, lr=lr, grad_norm=norm, tokens_per_s=speed)
+        if self.line:
+            self.line.show(self.step, loss, alpha[0], self.tau, speed)
+
+    def _write(self, **values: Any) -> None:
+        """One line of metrics.jsonl, and the same keys to the tracker."""
+        values |= {"step": self.step, "tokens": self.tokens}
+        if self.metrics:
+            self.metrics.write(**values)
+        if self.recipe.tracker != "none":
+            kind = values["kind"]
+            flat = {f"{kind}/{n}": v for n, v in values.items() if isinstance(v, (int, float))}
+            flat |= {f"{kind}/alpha_{j}": a for j, a in enumerate(values["alpha"]) if a is not None}
+            self.accelerator.log(flat, step=self.step)
+
+    def _save(self) -> None:
+        if not self.accelerator.is_main_process:
+            return
+        state = {
+            "cursor": asdict(self.cursor),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "tau": self.tau,
+            "best": self.best,
+            "coefficients": self.coefficients,
+        }
+        checkpoint.save(self.recipe.folder, self.step, self.drafter, state)
+        if self.best and self.best["step"] == self.step:
+            checkpoint.mark_best(self.recipe.folder, self.step)
+
+    def _restore(self, step: int) -> None:
+        state = checkpoint.restore(self.recipe.folder, step, self.drafter)
+        self.drafter.to(self.accelerator.device)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.cursor = Cursor(**state["cursor"])
+        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
+        self.tau, self.best = state["tau"], state["best"]
+        self.coefficients = state["coefficients"]
+        if self.best and self.accelerator.is_main_process:
+            checkpoint.mark_best(self.recipe.folder, int(self.best["step"]))
+        self._say(f"resuming {self.recipe.folder} at step {step}")
+
+    def _log_start(self) -> None:
+        recipe = self.recipe
+        parameters = sum(p.numel() for p in self.trained)
+        state = 16 * parameters / 2**20  # fp32 weights, gradients and two moments
+        self._say(
+            f"{recipe.drafter} drafter, {parameters:,} trained parameters ({state:.0f} MiB with "
+            f"optimizer), {self.drafter.vocab.draft_size:,} draft tokens that cover "
+            f"{self.coverage:.1%} of the answers; {len(self.learn)} conversations to learn from, "
+            f"{len(self.heldout)} held out; device {self.accelerator.device}, "
+            f"{self.accelerator.mixed_precision} autocast"
+        )
+
+    def _say(self, text: str) -> None:
+        if self.accelerator.is_main_process:
+            print(text, file=sys.stderr, flush=True)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self.stopping = True
+
+    def _stop(self) -> bool:
+        """Whether any process was told to stop: all must leave the loop together."""
+        if self.accelerator.num_processes == 1:
+            return self.stopping
+        flag = torch.tensor([float(self.stopping)], device=self.accelerator.device)
+        return bool(self.accelerator.reduce(flag, reduction="sum").item())

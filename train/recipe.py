@@ -1,0 +1,149 @@
+"""The typed recipe: one schema for the YAML file, the command line and the checkpoint.
+
+Flat keys. Those of the drafter's family (drafters/<family>.py, its Config) stand beside the
+common ones; an unknown key is an error that names near ones.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from draftsmith.drafters.base import DrafterConfig, family
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.sampling import Sampler
+
+
+class Recipe(BaseModel):
+    """Everything that decides a run, but for the family's own keys."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")  # the run lives in runs/NAME
+    runs: str = "runs"
+    target: str = "smollm2"  # hub id, folder, GGUF file, package:NAME, or smollm2
+    drafter: str
+
+    samples: str | None = None  # a samples folder; None: the product's prompts are answered first
+    prompts: str | None = None  # a prompts file to answer instead of the product's own
+    max_new_tokens: int = Field(default=192, ge=1)
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    heldout: int = Field(default=32, ge=1)  # conversations kept for choosing the checkpoint
+
+    depths: int = Field(default=3, ge=1)  # K: depths unrolled in training
+    k: int = Field(default=4, ge=1)  # draft length at which replay tau chooses the checkpoint
+    loss: Literal["kl", "tv", "log_alpha"] = "kl"
+    decay: float = Field(default=0.8, gt=0, le=1)  # weight of depth j is decay**j
+
+    steps: int = Field(ge=1)
+    length: int = Field(default=512, ge=8)  # tokens in a packed row
+    rows: int = Field(default=2, ge=1)  # packed rows in a micro-batch, per process
+    accumulation: int = Field(default=1, ge=1)
+    lr: float = Field(default=1e-3, gt=0)
+    warmup: float = Field(default=0.05, ge=0, lt=1)  # share of the steps
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip: float = Field(default=1.0, gt=0)
+    chunk: int = Field(default=1024, ge=1)  # (anchor, depth) rows whose logits are alive at a time
+    save_every: int = Field(default=100, ge=1)  # steps between checkpoints, each one replayed
+    log_every: int = Field(default=10, ge=1)
+    tracker: Literal["none", "wandb"] = "none"
+    seed: int = 0
+
+    settings: dict[str, Any] = Field(default_factory=dict)  # the family's keys, validated
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.runs) / self.name
+
+    @property
+    def sampler(self) -> Sampler:
+        return Sampler(self.temperature, self.top_k, self.top_p)
+
+    def drafter_config(self) -> DrafterConfig:
+        return family(self.drafter).Config(**self.settings)
+
+    def flat(self) -> dict[str, Any]:
+        """The recipe as its YAML would be written, defaults filled in."""
+        common = self.model_dump(exclude={"settings"})
+        return common | self.settings
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Reads a recipe file, or a shipped recipe by name, and applies key=value overrides.
+
+    Raises UserError in one line naming file, key and remedy.
+    """
+    path = find(path)
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error})") from None
+    except yaml.YAMLError as error:
+        line = " ".join(str(error).split())
+        raise UserError(f"{path}: not valid YAML ({line})") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{path}: a recipe is a list of `key: value` lines")
+    for item in overrides:
+        key, equals, value = item.partition("=")
+        if not equals or not key:
+            raise UserError(f"{item}: overrides are written key=value")
+        try:
+            raw[key.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise UserError(f"{item}: the value is not valid YAML") from None
+    return parse(raw, str(path))
+
+
+def find(path: str | Path) -> Path:
+    """The recipe file that `path` names: a file, or a shipped recipe's name."""
+    given = Path(path)
+    if given.is_file():
+        return given
+    shipped = {
+        p.name.removesuffix(".yaml"): p
+        for p in files("draftsmith.recipes").iterdir()
+        if p.name.endswith(".yaml")
+    }
+    name = str(path).removesuffix(".yaml")
+    if name in shipped:
+        return Path(str(shipped[name]))
+    raise UserError(f"{path}: no such file, nor a shipped recipe ({', '.join(sorted(shipped))})")
+
+
+def parse(raw: dict[str, Any], where: str) -> Recipe:
+    """A Recipe from flat keys. Raises UserError for an unknown, missing or wrong one."""
+    if not isinstance(raw.get("drafter"), str):
+        raise UserError(f"{where}: drafter: name a family (small or eagle)")
+    config = family(raw["drafter"]).Config
+    if not config.model_fields or raw["drafter"] == "ngram":
+        raise UserError(f"{where}: drafter: {raw['drafter']} has nothing to train")
+    common = set(Recipe.model_fields) - {"settings"}
+    own = set(config.model_fields)
+    for key in raw:
+        if key not in common | own:
+            near = difflib.get_close_matches(str(key), sorted(common | own), n=3, cutoff=0.5)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise UserError(f"{where}: unknown key {key!r} for drafter {raw['drafter']}{hint}")
+    try:
+        settings = config(**{k: v for k, v in raw.items() if k in own})
+        recipe = Recipe(
+            **{k: v for k, v in raw.items() if k in common},
+            settings=settings.model_dump(exclude_unset=True),
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise UserError(f"{where}: {key}: {first['msg']} (got {first['input']!r})") from None
+    try:
+        _ = recipe.sampler
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    return recipe

@@ -1,0 +1,198 @@
+"""Two toy drafters that carry the contract to shapes which the shipped families do not have.
+
+toy-block: a bidirectional block, so that hidden states depend on k, with a head that reads `prev`.
+toy-medusa: heads on one state, so that q depends on `depth`; reduced vocabulary; a longest draft.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draftsmith.drafters import base
+from draftsmith.drafters.base import Drafter, Policy, Proposal, Unroll, rows_of
+from draftsmith.drafters.batch import Batch, align
+from draftsmith.drafters.cache import Slab
+from draftsmith.drafters.layers import BlockConfig, RMSNorm, SelfAttention, init_weights
+from draftsmith.drafters.sampling import Noise, Sampler
+from draftsmith.drafters.target import Target
+from draftsmith.drafters.vocab import VocabMap
+
+
+def drafts_from(
+    drafter: Drafter, hidden: Tensor, root: Tensor, length: Tensor, sampler: Sampler, noise: Noise
+) -> Proposal:
+    """A chain drawn from hidden states (B, k, H) that are known beforehand; length (B,)."""
+    token, drafts, laws = root, [], []
+    for j in range(hidden.shape[1]):
+        logits = drafter.logits(hidden[:, j], token, torch.full_like(token, j))
+        token, q = base.draw(logits, drafter.vocab, sampler, noise, length + 1 + j, j)
+        drafts.append(token)
+        laws.append(q)
+    return base.chain(root, drafts, laws)
+
+
+class ToyBlockConfig(base.DrafterConfig):
+    """taps: layer ids whose states are fused; rank: inner width of the Markov head."""
+
+    taps: list[int] = [1, 3]
+    rank: int = 8
+
+
+@base.register
+class ToyBlock(Drafter):
+    """A masked block: the root at position a+1 and k masks at a+2.., in one bidirectional layer.
+
+    A depth-j query (mask j, which predicts its own slot) sees the projected features of positions
+    <= a and the whole block, masks behind it too; of tokens only the root. `prev` enters in the
+    head alone.
+    """
+
+    family = "toy-block"
+    Config = ToyBlockConfig
+    depth_causal = False
+    config: ToyBlockConfig
+
+    def __init__(self, target: Target, config: ToyBlockConfig) -> None:
+        target.check_taps(config.taps)
+        super().__init__(target, config)
+        self.taps = config.taps
+        block = BlockConfig.like(target.config)
+        H = block.hidden_size
+        self.fc = nn.Linear(len(config.taps) * H, H, bias=False)
+        self.context_norm = RMSNorm(H, block.rms_norm_eps)
+        self.input_norm = RMSNorm(H, block.rms_norm_eps)
+        self.norm = RMSNorm(H, block.rms_norm_eps)
+        self.attend = SelfAttention(block, H)
+        self.mask = nn.Parameter(torch.randn(H))
+        self.lm_head = nn.Linear(H, target.vocab_size, bias=False)
+        self.markov_in = nn.Linear(H, config.rank, bias=False)
+        self.markov_out = nn.Linear(config.rank, target.vocab_size, bias=False)
+        init_weights(self)
+
+    def _context(self, features: dict[str, Tensor], position: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, kv_heads, T, D) of target features at position (B, T)."""
+        fused = self.fc(torch.cat([features[str(tap)] for tap in self.taps], dim=-1))
+        return self.attend.keys(self.context_norm(fused), position)
+
+    def _block(self, root: Tensor, k: int) -> Tensor:
+        """Inputs (.., k + 1, H) of root (..): its embedding, then the masks."""
+        masks = self.mask.expand(*root.shape, k, -1)
+        return torch.cat([self.target.embedding(root).unsqueeze(-2), masks], dim=-2)
+
+    def logits(self, hidden: Tensor, prev: Tensor, depth: Tensor) -> Tensor:
+        bias = self.markov_out(torch.tanh(self.markov_in(self.target.embedding(prev))))
+        return self.lm_head(self.norm(hidden)) + bias
+
+    def unroll(self, batch: Batch, depths: int, anchors: Tensor | None = None) -> Unroll:
+        """All blocks of a row side by side: each sees its own slots and the context up to a."""
+        alignment = align(batch, depths, anchors)
+        B, A = alignment.anchors.shape
+        N = depths + 1
+        at = alignment.anchors.clamp(min=0)  # (B, A)
+        root = batch.tokens.gather(1, (at + 1).clamp(max=batch.tokens.shape[1] - 1))
+        x = self._block(root, depths).flatten(1, 2)  # (B, A * N, H)
+        here = batch.position.gather(1, at)  # (B, A)
+        position = (here.unsqueeze(2) + 1 + torch.arange(N)).flatten(1)
+        normed = self.input_norm(x)
+        context = self._context(batch.features, batch.position)
+        both = zip(context, self.attend.keys(normed, position), strict=True)
+        key, value = (self.attend.over_groups(torch.cat(pair, dim=2)) for pair in both)
+        past = batch.segment.unsqueeze(1) == batch.segment.gather(1, at).unsqueeze(2)
+        past &= batch.position.unsqueeze(1) <= here.unsqueeze(2)  # (B, A, T)
+        number = torch.arange(A).repeat_interleave(N)
+        own = (number == number.unsqueeze(1)).expand(B, -1, -1)
+        seen = torch.cat([past.repeat_interleave(N, dim=1), own], dim=2).unsqueeze(1)
+        query = self.attend.queries(normed, position)
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+        hidden = (x + self.attend.output(mixed)).unflatten(1, (A, N))
+        return rows_of(hidden[:, :, 1:], alignment, batch)
+
+    def start(self, rows: int, capacity: int) -> Slab:
+        return Slab(rows, capacity, self.mask.device)
+
+    def extend(self, state: Slab, tokens: Tensor, features: dict, counts: Tensor) -> None:
+        slots = state.length.unsqueeze(1) + torch.arange(tokens.shape[1])
+        state.write(0, *self._context(features, slots), 0)
+        state.commit(counts)
+
+    def propose(
+        self, state: Slab, root: Tensor, policy: Policy, sampler: Sampler, noise: Noise
+    ) -> Proposal:
+        """The block's keys lie in the slots after the context and are never committed."""
+        N = policy.k + 1
+        x = self._block(root, policy.k)  # (B, N, H)
+        normed = self.input_norm(x)
+        position = state.length.unsqueeze(1) + torch.arange(N)
+        pair = state.write(0, *self.attend.keys(normed, position), state.view(N))
+        key, value = (self.attend.over_groups(each) for each in pair)
+        seen = torch.arange(key.shape[2]) < state.length.unsqueeze(1) + N  # (B, S)
+        query = self.attend.queries(normed, position)
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=seen[:, None, None])
+        return drafts_from(
+            self, (x + self.attend.output(mixed))[:, 1:], root, state.length, sampler, noise
+        )
+
+
+class ToyMedusaConfig(base.DrafterConfig):
+    """heads: the longest draft; first: target tokens below it cannot be proposed."""
+
+    heads: int = 3
+    first: int = 18
+
+
+@dataclass
+class MedusaState:
+    """g (B, H): the normed state at the anchor; length (B,): committed tokens."""
+
+    g: Tensor
+    length: Tensor
+
+
+@base.register
+class ToyMedusa(Drafter):
+    """Head j on the normed state g_a, all that any depth sees; no depth beyond the heads."""
+
+    family = "toy-medusa"
+    Config = ToyMedusaConfig
+    config: ToyMedusaConfig
+
+    def __init__(self, target: Target, config: ToyMedusaConfig) -> None:
+        super().__init__(target, config)
+        self.taps = ["normed"]
+        H = target.hidden_size
+        self.heads = nn.Parameter(0.02 * torch.randn(config.heads, H, H))
+        self.vocab = VocabMap(target.vocab_size, torch.arange(config.first, target.vocab_size))
+        self.lm_head = nn.Linear(H, self.vocab.draft_size, bias=False)
+
+    def logits(self, hidden: Tensor, prev: Tensor, depth: Tensor) -> Tensor:
+        inner = torch.einsum("nh,noh->no", hidden, self.heads[depth])
+        return self.lm_head(hidden + F.silu(inner))
+
+    def unroll(self, batch: Batch, depths: int, anchors: Tensor | None = None) -> Unroll:
+        alignment = align(batch, depths, anchors)
+        alignment.exists &= torch.arange(depths) < self.config.heads
+        at = alignment.anchors.clamp(min=0).unsqueeze(2)
+        g = batch.features["normed"]
+        states = g.gather(1, at.expand(-1, -1, g.shape[2]))  # (B, A, H)
+        return rows_of(states.unsqueeze(2).expand(-1, -1, depths, -1), alignment, batch)
+
+    def start(self, rows: int, capacity: int) -> MedusaState:
+        g = torch.zeros(rows, self.target.hidden_size)
+        return MedusaState(g, torch.zeros(rows, dtype=torch.long))
+
+    def extend(self, state: MedusaState, tokens: Tensor, features: dict, counts: Tensor) -> None:
+        last = (counts - 1).clamp(min=0)
+        g = features["normed"][torch.arange(len(last)), last]
+        state.g.copy_(torch.where((counts > 0).unsqueeze(1), g, state.g))
+        state.length += counts
+
+    def propose(
+        self, state: MedusaState, root: Tensor, policy: Policy, sampler: Sampler, noise: Noise
+    ) -> Proposal:
+        k = min(policy.k, self.config.heads)
+        hidden = state.g.unsqueeze(1).expand(-1, k, -1)
+        return drafts_from(self, hidden, root, state.length, sampler, noise)

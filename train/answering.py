@@ -1,0 +1,90 @@
+"""Live progress of a run that answers prompts: a bar on a terminal, log lines elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+log = logging.getLogger(__name__)
+
+_EVERY = 60.0  # seconds between log lines
+
+
+class Answering:
+    """Counts prompts and tokens; the time left follows from decoding steps.
+
+    Steps are what takes time: a batch runs until its longest answer ends, at most `steps` steps.
+    """
+
+    def __init__(self, prompts: int, done: int, batches: int, steps: int) -> None:
+        self.prompts, self.done = prompts, done
+        self.tokens = 0
+        self._steps, self._total = steps, batches * steps
+        self._step = self._finished = 0
+        self._started = self._logged = time.monotonic()
+        console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("answers"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]:.0f} tokens/s"),
+            TextColumn("{task.fields[left]} left"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=prompts, completed=done, rate=0.0, left="?")
+
+    def __enter__(self) -> Answering:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second since the start, prefill included."""
+        return self.tokens / max(time.monotonic() - self._started, 1e-9)
+
+    def step(self, new: int) -> None:
+        """One decoding step, which gave `new` tokens."""
+        self.tokens += new
+        self._step += 1
+        self._show()
+
+    def batch(self, prompts: int, first: int) -> None:
+        """A batch is stored; `first` tokens came from its prefill."""
+        self.done += prompts
+        self.tokens += first
+        self._finished += self._steps
+        self._step = 0
+        self._show()
+
+    def _show(self) -> None:
+        now = time.monotonic()
+        share = (self._finished + self._step) / self._total
+        left = _clock((now - self._started) * (1 - share) / share)
+        self._bar.update(self._task, completed=self.done, rate=self.rate, left=left)
+        if self._bar.disable and now - self._logged > _EVERY:
+            self._logged = now
+            log.info(
+                "%d of %d prompts answered, %.0f tokens/s, %s left",
+                self.done,
+                self.prompts,
+                self.rate,
+                left,
+            )
+
+
+def _clock(seconds: float) -> str:
+    minutes = round(seconds) // 60
+    return f"{minutes // 60}:{minutes % 60:02d}:{round(seconds) % 60:02d}"

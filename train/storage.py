@@ -1,0 +1,236 @@
+"""How samples lie on disk: a `datasets` folder beside a manifest, written so that a kill is safe.
+
+    FOLDER/manifest.json    what the samples are; state "writing" until everything below is whole
+    FOLDER/samples/         the rows (`datasets.load_from_disk` reads them): ids, made, finish,
+                            domain, key
+    FOLDER/parts/           while writing: the batches that are finished
+
+Every file and folder appears under its name by one rename, after its bytes are on the disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from draftsmith.drafters.errors import UserError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+ROWS = "samples"
+PARTS = "parts"
+COLUMNS = ("ids", "made", "finish", "domain", "key")
+BROKEN = (OSError, ValueError, KeyError, TypeError)  # what datasets and pyarrow raise on bad files
+
+
+def library() -> Any:
+    """The datasets library, quiet. Imported late: it takes seconds."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity_error()
+    return datasets
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a folder of samples; raises UserError where none can be read."""
+    file = folder / MANIFEST
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        version = manifest["format"]
+    except FileNotFoundError:
+        what = f"has no {MANIFEST}" if folder.is_dir() else "no such folder"
+        raise UserError(f"samples {folder}: {what}; make them with `draftsmith sample`") from None
+    except BROKEN as error:
+        line = " ".join(str(error).split())
+        raise UserError(f"{file}: cannot be read ({line}); restore it, or sample again") from None
+    if version != FORMAT:
+        raise UserError(
+            f"{file}: format {version} is not this version's {FORMAT}; sample again, or use the "
+            "draftsmith that wrote it"
+        )
+    return manifest
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Replaces the manifest in one step."""
+    temp = folder / f"{MANIFEST}.tmp"
+    with temp.open("w", encoding="utf-8") as stream:
+        json.dump(manifest, stream, indent=1)
+        stream.write("\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(temp, folder / MANIFEST)
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Makes the folder and keeps other runs out of it; a killed run's claim ends with it.
+
+    Raises UserError: another run is writing there, or it holds other files than samples.
+    """
+    from filelock import FileLock, Timeout
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / ".lock")
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(f"samples {folder}: another run is writing there; wait for it") from None
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise UserError(f"samples {folder}: cannot be written ({reason}); name another") from None
+    try:
+        others = {f.name for f in folder.iterdir()} - {".lock", f"{MANIFEST}.tmp"}
+        if others and MANIFEST not in others:
+            raise UserError(
+                f"samples {folder}: holds other files ({min(others)}); name an empty folder"
+            )
+        yield
+    finally:
+        lock.release()
+
+
+def check_disk(folder: Path, need: int) -> None:
+    """Raises UserError unless `need` bytes are free where `folder` is."""
+    free = shutil.disk_usage(folder).free
+    if need > free:
+        sizes = f"need up to {need / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free"
+        raise UserError(f"samples {folder}: {sizes}; free some, or name a folder on a larger disk")
+
+
+# ---------------------------------------------------------------- rows
+
+
+def save(dataset: Any, folder: Path) -> None:
+    """Writes a dataset as `folder`, which appears whole or not at all."""
+    temp = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(temp, ignore_errors=True)
+    dataset.save_to_disk(str(temp))
+    for file in temp.iterdir():
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+    if folder.exists():
+        shutil.rmtree(folder)
+    os.rename(temp, folder)
+
+
+def load(folder: Path, in_memory: bool = False) -> Any:
+    """The dataset in a folder, mapped unless in_memory; raises UserError for a broken one."""
+    try:
+        dataset = library().load_from_disk(str(folder), keep_in_memory=in_memory)
+        lacks = set(COLUMNS) - set(dataset.column_names)
+    except BROKEN as error:
+        line = " ".join(str(error).split())[:200]
+        raise UserError(f"{folder}: cannot be read ({line}); {_remedy(folder)}") from None
+    if lacks:
+        raise UserError(f"{folder}: has no column {min(lacks)}; {_remedy(folder)}")
+    return dataset
+
+
+def check(dataset: Any, rows: int, digest: str, folder: Path) -> None:
+    """Raises UserError unless the dataset has `rows` rows, whose content hash is `digest`."""
+    if len(dataset) != rows:
+        problem = f"holds {len(dataset)} rows where {rows} were written"
+    else:
+        try:
+            if content_hash(dataset).startswith(digest):
+                return
+            problem = "its content is not what was written"
+        except BROKEN as error:
+            problem = f"cannot be read ({' '.join(str(error).split())[:200]})"
+    raise UserError(f"{folder}: {problem}; {_remedy(folder)}")
+
+
+def _remedy(folder: Path) -> str:
+    if folder.parent.name == PARTS:
+        return "delete it and run again: only its answers are made anew"
+    return "copy it again, or sample again"
+
+
+def chunks(dataset: Any, column: str) -> Iterator[tuple[Any, Any]]:
+    """(lengths, values) of a list column as numpy arrays, chunk by chunk, in row order."""
+    for chunk in dataset.with_format("arrow").data.column(column).chunks:
+        values = chunk.flatten().to_numpy(zero_copy_only=False)
+        yield chunk.value_lengths().to_numpy(zero_copy_only=False), values
+
+
+def content_hash(dataset: Any) -> str:
+    """sha256 over ids and made, row by row (however the file is chunked)."""
+    digests = []
+    for column, kind in (("ids", "<i4"), ("made", "u1")):
+        lengths, values = hashlib.sha256(), hashlib.sha256()
+        for sizes, numbers in chunks(dataset, column):
+            lengths.update(sizes.astype("<i8").tobytes())
+            values.update(numbers.astype(kind).tobytes())
+        digests += [lengths.digest(), values.digest()]
+    return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+class Parts:
+    """The finished batches of a run that is still writing, each a small dataset of its own.
+
+    A row carries its `index` in the finished samples. A part's name holds its number, its row
+    count and the start of its content hash, so that one cut short is told apart.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / PARTS
+        self.folder.mkdir(exist_ok=True)
+        self.indices: list[int] = []  # of the stored rows
+        self._next = 0
+        for part in self._paths():
+            rows = self._read(part)
+            self.indices += rows["index"]
+            self._next = int(part.name.split("-")[0]) + 1
+
+    def _paths(self) -> list[Path]:
+        return sorted(p for p in self.folder.iterdir() if p.suffix != ".tmp")
+
+    def _read(self, part: Path) -> Any:
+        # In memory: thousands of mapped files would exceed a process's limit of open files.
+        dataset = load(part, in_memory=True)
+        try:
+            _, rows, digest = part.name.split("-")
+            count = int(rows)
+        except ValueError:
+            raise UserError(f"{part}: is no part of these samples; move it away") from None
+        check(dataset, count, digest, part)
+        return dataset
+
+    def add(self, rows: dict[str, list[Any]]) -> None:
+        """Stores rows, {column: values} with `index` among the columns."""
+        datasets = library()
+        value = datasets.Value
+        features = datasets.Features(
+            {
+                "ids": datasets.Sequence(value("int32")),
+                "made": datasets.Sequence(value("bool")),
+                "finish": value("string"),
+                "domain": value("string"),
+                "key": value("string"),
+                "index": value("int64"),
+            }
+        )
+        dataset = datasets.Dataset.from_dict(rows, features=features)
+        digest = content_hash(dataset)[:16]
+        save(dataset, self.folder / f"{self._next:06d}-{len(dataset)}-{digest}")
+        self.indices += rows["index"]
+        self._next += 1
+
+    def merge(self) -> Any:
+        """Writes all rows, in the order of their index, beside the parts; returns the dataset."""
+        final = self.folder.parent / ROWS
+        order = sorted(range(len(self.indices)), key=self.indices.__getitem__)
+        whole = library().concatenate_datasets([self._read(part) for part in self._paths()])
+        save(whole.select(order).remove_columns("index"), final)
+        return load(final)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from draftsmith.drafters.attention import packed_step
 from draftsmith.drafters.batch import Batch
@@ -54,6 +55,7 @@ class Target(CausalLM):
 
         dtype None: fp32 on the CPU, the checkpoint's own elsewhere.
         """
+        transformers_logging.disable_progress_bar()  # a bar for every load drowns our own lines
         source = resolve(spec)
         device = torch.device(device)
         choice: Any = dtype or (torch.float32 if device.type == "cpu" else "auto")

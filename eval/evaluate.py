@@ -5,15 +5,9 @@ The prompts are decoded one at a time (batch 1), which is what the speed figures
 
 from __future__ import annotations
 
-import platform
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-import torch
 
 from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.batch import Batch, batch_of
@@ -22,6 +16,7 @@ from draftsmith.drafters.target import Target
 from draftsmith.eval.decoder.loop import Clock, Decoder
 from draftsmith.eval.decoder.text import Text
 from draftsmith.eval.parity import compare, counts
+from draftsmith.eval.provenance import provenance
 from draftsmith.eval.replay import replay
 
 Progress = Callable[[str, int, int], None]
@@ -109,13 +104,10 @@ def evaluate(
         },
         "parity": parity.report(),
         "predicted_speedup": by_k[k].tau * base_step / sum(per_round) if clock.rounds else None,
-        "versions": versions(),
         "device": str(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
-        "command": command(),
-        "commit": commit(),
         "seed": seed,
+        **provenance(),
     }
 
 
@@ -143,36 +135,3 @@ def _ratio(tokens: int, seconds: float, base_tokens: int, base_seconds: float) -
     if not (tokens and seconds and base_tokens and base_seconds):
         return None
     return (tokens / seconds) / (base_tokens / base_seconds)
-
-
-def versions() -> dict[str, str]:
-    """Versions of what the figures depend on."""
-    names = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "peft")
-    found = {"python": platform.python_version()}
-    for name in names:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def command() -> str:
-    """The command line of this process."""
-    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
-
-
-def commit() -> str | None:
-    """The git commit of this checkout ("+" when it has changes); None when it is not one."""
-    root = Path(__file__).resolve().parents[1]
-
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
-    try:
-        if Path(git("rev-parse", "--show-toplevel")) != root:
-            return None  # installed inside somebody else's checkout
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None

@@ -59,6 +59,8 @@ def _samples(chosen: Recipe, target: Target) -> Samples:
                 f"{chosen.sampler}; set temperature, top_k and top_p to match, or sample anew"
             )
         return samples
+    # Settings the target cannot take are told now, not after an hour of sampling.
+    family(chosen.drafter)(target, chosen.drafter_config())
     prompts = read_prompts(Path(chosen.prompts)) if chosen.prompts else product_prompts("train")
     began = time.perf_counter()
     samples = generate(

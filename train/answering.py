@@ -1,17 +1,14 @@
-"""Live progress of a run that answers prompts: a bar on a terminal, log lines elsewhere."""
+"""Live progress of a run that answers prompts: a bar on a terminal, a line a minute elsewhere."""
 
 from __future__ import annotations
 
-import logging
 import time
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-log = logging.getLogger(__name__)
-
-_EVERY = 60.0  # seconds between log lines
+_EVERY = 60.0  # seconds between lines
 
 
 class Answering:
@@ -76,12 +73,9 @@ class Answering:
         self._bar.update(self._task, completed=self.done, rate=self.rate, left=left)
         if self._bar.disable and now - self._logged > _EVERY:
             self._logged = now
-            log.info(
-                "%d of %d prompts answered, %.0f tokens/s, %s left",
-                self.done,
-                self.prompts,
-                self.rate,
-                left,
+            self._bar.console.print(
+                f"{self.done} of {self.prompts} prompts answered, {self.rate:.0f} tokens/s, "
+                f"{left} left"
             )
 
 

@@ -140,14 +140,15 @@ def _floor(scaled: Tensor, sampler: Sampler, tolerance: float) -> Tensor:
 
 
 def _moments(scaled: Tensor, token: Tensor, sampler: Sampler) -> tuple[float, float]:
-    """Sums over n of log p(x) + entropy and of the variance of log p, p after the sampler."""
-    kept = sampler.cut(scaled)
-    total = kept.logsumexp(1)
-    log_p = kept - total[:, None]
-    p = log_p.exp()
-    log_p = log_p.masked_fill(p == 0, 0.0)
-    mean = (p * log_p).sum(1)  # minus the entropy
-    spread = (p * (log_p - mean[:, None]) ** 2).sum(1)
-    # From the scaled logits, not from log_p: finite for a token within the tolerance of the cut.
-    own = scaled.gather(1, token[:, None])[:, 0] - total
-    return (own - mean).double().sum().item(), spread.double().sum().item()
+    """Sums over n of log p(x) + entropy and of the variance of log p, p after the sampler.
+
+    log p(x) + entropy = log p(x) - E log p, so the normaliser cancels: scaled logits will do, and
+    stay finite for a token within the tolerance below the cut.
+    """
+    # Below -1e4 p is 0, and 0 * -inf would be nan.
+    shifted = (scaled - scaled.amax(1, keepdim=True)).clamp_(min=-1e4)
+    p = sampler.cut(scaled).softmax(1)
+    mean = (p * shifted).sum(1, keepdim=True)
+    spread = (p * (shifted - mean).square_()).sum(1)
+    own = shifted.gather(1, token[:, None]) - mean
+    return own.double().sum().item(), spread.double().sum().item()

@@ -28,18 +28,19 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
 from draftsmith.train.recipe import Recipe
 
-# Keys that do not decide the weights: a run may go on with other values.
-_FREE = {"runs", "samples", "log_every", "tracker", "chunk"}
+# Keys that do not decide the weights: a run may go on with other values. (What the samples hold
+# is compared by content, wherever they lie.)
+_FREE = {"runs", "samples", "log_every", "tracker"}
 
 
-def claim(recipe: Recipe) -> bool:
-    """Makes the run's folder, or recognises it as this run's own; True when it can be resumed.
+def claim(recipe: Recipe) -> None:
+    """Makes the run's folder, or recognises it as this run's own.
 
     Raises UserError when the folder holds another run, or cannot be written.
     """
     folder = recipe.folder
     path = folder / "recipe.yaml"
-    if path.is_file():
+    if path.is_file() and steps(folder):
         before = yaml.safe_load(path.read_text())
         now = recipe.flat()
         keys = sorted((before.keys() | now.keys()) - _FREE)
@@ -50,15 +51,16 @@ def claim(recipe: Recipe) -> bool:
                 f"{folder}: holds another run ({key}: {before.get(key)} there, {now.get(key)} "
                 "here); give this one another name"
             )
-        return True
-    if folder.exists() and any(p.name != "samples" for p in folder.iterdir()):
+        return
+    # Without a checkpoint only samples are worth keeping, and they check themselves.
+    own = {"recipe.yaml", "metrics.jsonl", "samples"}
+    if folder.exists() and any(p.name not in own for p in folder.iterdir() if p.name[0] != "."):
         raise UserError(f"{folder}: not empty and no run of draftsmith; give another name")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _write(path, yaml.safe_dump(recipe.flat(), sort_keys=False))
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror}); change runs") from None
-    return False
 
 
 def save(folder: Path, step: int, drafter: Drafter, state: dict[str, Any]) -> Path:

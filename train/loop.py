@@ -24,6 +24,7 @@ from draftsmith.drafters.base import Drafter, family
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target import Target
+from draftsmith.eval.provenance import provenance
 from draftsmith.eval.replay import replay
 from draftsmith.train import checkpoint
 from draftsmith.train.checkpoint import Metrics
@@ -217,6 +218,7 @@ class Trainer:
         if not self.accelerator.is_main_process:
             return
         state = {
+            "samples": self.samples.manifest["content_hash"],
             "cursor": asdict(self.cursor),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
@@ -232,6 +234,11 @@ class Trainer:
 
     def _restore(self, step: int) -> None:
         state = checkpoint.restore(self.recipe.folder, step, self.drafter)
+        if state["samples"] != self.samples.manifest["content_hash"]:
+            raise UserError(
+                f"{self.recipe.folder}: was trained on other samples than "
+                f"{self.recipe.samples or 'those in it'}; give the same ones, or another name"
+            )
         self.drafter.to(self.accelerator.device)
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
@@ -254,6 +261,9 @@ class Trainer:
             f"{len(self.heldout)} held out; device {self.accelerator.device}, "
             f"{self.accelerator.mixed_precision} autocast"
         )
+
+        if self.metrics:
+            self.metrics.write(kind="start", step=self.step, seed=recipe.seed, **provenance())
 
     def _say(self, text: str) -> None:
         if self.accelerator.is_main_process:

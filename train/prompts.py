@@ -165,13 +165,26 @@ def _messages(where: str, messages: Any) -> list[dict[str, str]]:
             f"{where}: messages is no list of {{role, content}} texts with a question in it; "
             'write [{"role": "user", "content": "..."}]'
         )
+    for i, m in enumerate(messages):
+        _check_text(where, f"messages[{i}]", m["role"] + m["content"])
     return [{"role": m["role"], "content": m["content"]} for m in messages]
 
 
 def _text(where: str, field: str, value: Any) -> str:
     if not isinstance(value, str) or not value.strip():
         raise UserError(f"{where}: {field} holds no text; write a question there, or drop the row")
+    _check_text(where, field, value)
     return value
+
+
+def _check_text(where: str, field: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can escape half of a pair, tokenizers refuse it
+        raise UserError(
+            f"{where}: {field} holds half a character ({text[error.start]!a} at {error.start}); "
+            "remove it"
+        ) from None
 
 
 def token_ids(where: str, field: str, value: Any) -> tuple[int, ...]:

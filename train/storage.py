@@ -25,6 +25,10 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 ROWS = "samples"
 PARTS = "parts"
+# What a manifest holds, by its state.
+_BEGUN = ("origin", "foreign", "target", "dtype", "sampler")
+_WHOLE = ("samples", "tokens_made", "finish", "content_hash")
+FIELDS = {"writing": _BEGUN, "complete": _BEGUN + _WHOLE}
 COLUMNS = ("ids", "made", "finish", "domain", "key")
 BROKEN = (OSError, ValueError, KeyError, TypeError)  # what datasets and pyarrow raise on bad files
 
@@ -44,12 +48,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
         version = manifest["format"]
+        lacks = [name for name in FIELDS[manifest["state"]] if name not in manifest]
     except FileNotFoundError:
         what = f"has no {MANIFEST}" if folder.is_dir() else "no such folder"
         raise UserError(f"samples {folder}: {what}; make them with `draftsmith sample`") from None
     except BROKEN as error:
         line = " ".join(str(error).split())
         raise UserError(f"{file}: cannot be read ({line}); restore it, or sample again") from None
+    if lacks:
+        raise UserError(f"{file}: has no {lacks[0]}; restore it, or sample again")
     if version != FORMAT:
         raise UserError(
             f"{file}: format {version} is not this version's {FORMAT}; sample again, or use the "

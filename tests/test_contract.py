@@ -1,0 +1,442 @@
+"""The drafter contract, for every family on every kind of target: unroll and propose are one.
+
+The `check_*` functions are what tests/test_faults.py turns against planted faults.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import reference
+import tiny
+import toys  # noqa: F401  (registers the toy families)
+from draftsmith.drafters import base
+from draftsmith.drafters.base import Drafter, Guesses, Policy
+from draftsmith.drafters.batch import Batch, batch_of
+from draftsmith.drafters.sampling import Noise, Sampler
+from draftsmith.drafters.target import Target
+
+DRAFTERS = ("eagle", "small", "ngram", "toy-block", "toy-medusa")
+LAWFUL = tuple(name for name in DRAFTERS if name != "ngram")
+CONFIGS: dict[str, dict[str, Any]] = {
+    "eagle": {"taps": [1, 4, "normed"], "draft_vocab": 40},
+    "small": {"layers": [0, 2, 3]},
+}
+K = 4
+PLAIN = Sampler()
+every = pytest.mark.parametrize("family", tiny.FAMILIES)
+
+
+def drafter(name: str, family: str = "Llama", **config: Any) -> Drafter:
+    """A drafter whose laws are peaked and depend on all that it reads."""
+    cls, of = base.family(name), tiny.target(family)
+    counts = torch.arange(of.vocab_size) * 5 % 7  # kept ids are scattered
+    made = cls.create(of, cls.Config(**{**CONFIGS.get(name, {}), **config}), counts).eval()
+    return made if name == "small" else fill(made)
+
+
+@torch.no_grad()
+def fill(made: Drafter, seed: int = 0) -> Drafter:
+    """Large random weights; fresh heads are so flat that nothing would show."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in made.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.copy_(0.35 * noise if parameter.dim() > 1 else 1 + 0.2 * noise)
+    return made
+
+
+def prompts(count: int = 5) -> list[list[int]]:
+    """Ragged, longer than Gemma's window of 8 but for one, and some tokens come again."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = (13, 4, 21, 10, 17, 12, 9)[:count]
+    return [(2 + torch.randint(0, 20, (n,), generator=generator)).tolist() for n in lengths]
+
+
+def read(of: Target, texts: list[list[int]], taps: Any) -> Batch:
+    """The texts, all target-made but for the first token, read by the target."""
+    flags = [(text, [False] + [True] * (len(text) - 1)) for text in texts]
+    return of.read(batch_of(flags, PLAIN), taps)
+
+
+def feed(made: Drafter, state: Any, texts: list[list[int]], first: list[int]) -> None:
+    """Extends row b by texts[b][first[b]:]; what pads is garbage that must not matter."""
+    batch = read(made.target, texts, made.taps)
+    start = torch.tensor(first)
+    counts = torch.tensor([len(text) for text in texts]) - start
+    offset = torch.arange(max(int(counts.max()), 1))
+    at = (start.unsqueeze(1) + offset).clamp(max=batch.tokens.shape[1] - 1)
+    row = torch.arange(len(texts)).unsqueeze(1)
+    real = offset < counts.unsqueeze(1)
+    tokens = torch.where(real, batch.tokens[row, at], 7)
+    features = {
+        n: torch.where(real.unsqueeze(2), f[row, at], 9.0) for n, f in batch.features.items()
+    }
+    made.extend(state, tokens, features, counts)
+
+
+@dataclass
+class Moment:
+    """One proposal: the tokens known to it, root included, its drafts, and their laws (k, Vd)."""
+
+    known: list[int]
+    drafts: list[int]
+    law: Tensor | None
+
+
+@torch.no_grad()
+def play(
+    made: Drafter, texts: list[list[int]], ids: list[int], sampler: Sampler, k: int = K
+) -> list[list[Moment]]:
+    """k + 2 rounds, in which every row accepts every m in -1..k once; -1 = the row stands still.
+
+    The prompt comes in two pieces. ids key each row's noise, script and roots, so that a row plays
+    the same game alone as in a batch. Returns rounds x rows.
+    """
+    known = [list(text) for text in texts]  # root included
+    state = made.start(len(known), max(map(len, known)) + (k + 3) * (k + 1))
+    feed(made, state, [text[: min(6, len(text) - 1)] for text in known], [0] * len(known))
+    feed(made, state, [text[:-1] for text in known], [min(6, len(text) - 1) for text in known])
+    out: list[list[Moment]] = []
+    for turn in range(k + 2):
+        root = torch.tensor([text[-1] for text in known])
+        noise = Noise(11, torch.tensor(ids), torch.full((len(ids),), turn))
+        proposal = made.propose(state, root, Policy(k), sampler, noise)
+        assert proposal.tokens[:, 0].equal(root)
+        N = proposal.tokens.shape[1]
+        assert proposal.parents.equal(torch.arange(-1, N - 1).expand(len(ids), -1))
+        moments, committed = [], []
+        for b, text in enumerate(known):
+            drafts = proposal.tokens[b, 1 : int(proposal.length[b])].tolist()
+            law = None if proposal.q is None else proposal.q[b, : len(drafts)]
+            moments.append(Moment(list(text), drafts, law))
+            m = min((turn + ids[b]) % (k + 2) - 1, len(drafts))
+            committed.append(len(text) - 1)
+            if m >= 0:
+                text += [*drafts[:m], text[(5 * ids[b] + 3 * turn) % len(text)]]
+        feed(made, state, [text[:-1] for text in known], committed)
+        out.append(moments)
+    return out
+
+
+def check_views(made: Drafter, sampler: Sampler = PLAIN, k: int = K) -> None:
+    """Each proposal equals unroll at its anchor, with all that lies in the future made random."""
+    moments = list(chain(*play(made, prompts(), list(range(5)), sampler, k)))
+    generator = torch.Generator().manual_seed(5)
+    junk = [(2 + torch.randint(0, 40, (k + 3,), generator=generator)).tolist() for _ in moments]
+    texts = [m.known + (m.drafts + j)[: k + 3] for m, j in zip(moments, junk, strict=True)]
+    batch = read(made.target, texts, made.taps)
+    anchors = torch.tensor([[len(m.known) - 2] for m in moments])
+    later = (torch.arange(batch.tokens.shape[1]) > anchors).unsqueeze(2)
+    for tap, values in batch.features.items():
+        batch.features[tap] = torch.where(later, 30 * torch.randn(values.shape), values)
+    with torch.no_grad():
+        unroll = made.unroll(batch, k, anchors)
+    assert unroll.anchors.equal(anchors)
+    if isinstance(unroll, Guesses):
+        drafts = [m.drafts + [-1] * (k - len(m.drafts)) for m in moments]
+        assert unroll.tokens[:, 0].tolist() == drafts
+        assert 10 < sum(len(m.drafts) for m in moments) < k * len(moments)
+        return
+    with torch.no_grad():
+        logits = made.logits(unroll.hidden, unroll.prev, unroll.depth)
+    for index, moment in zip(unroll.index[:, 0], moments, strict=True):
+        assert (index >= 0).sum() == len(moment.drafts) > 0
+        here = logits[index[: len(moment.drafts)]]
+        if sampler.greedy:
+            assert moment.law is None
+            top = here.topk(2).values
+            assert (top[:, 0] - top[:, 1]).min() > 1e-4, "a tie: take another seed"
+            assert made.vocab.to_target(here.argmax(1)).tolist() == moment.drafts
+        else:
+            assert moment.law is not None
+            torch.testing.assert_close(sampler.probs(here), moment.law, atol=1e-4, rtol=0)
+    peak = logits.softmax(1).amax(1).mean()
+    assert 3 / logits.shape[1] < peak < 0.97, "laws too flat, or too sharp, to tell anything"
+
+
+@every
+@pytest.mark.parametrize("sampler", [PLAIN, Sampler(0.0), Sampler(0.8, 12, 0.9)], ids=str)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_unroll_equals_propose(name: str, sampler: Sampler, family: str) -> None:
+    """Faults: positions, features, tokens or cache slots that differ between the two views."""
+    check_views(drafter(name, family), sampler)
+
+
+@pytest.mark.parametrize("k", [1, 2, 7])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_unroll_equals_propose_at_other_lengths(name: str, k: int) -> None:
+    """Faults: a depth 0 that leans on deeper ones; a draft longer than toy-medusa's three heads."""
+    check_views(drafter(name), k=k)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"taps": [0, 3]},
+        {"norm_before_residual": True},
+        {"head": "target"},
+        {"head": "target", "draft_vocab": None},
+    ],
+    ids=str,
+)
+def test_eagle_variants(config: dict[str, Any]) -> None:
+    """Faults: an option that one of the two views ignores, or reads differently from the paper."""
+    made = drafter("eagle", "Qwen3", **config)
+    check_views(made)
+    check_reference(made, "Qwen3")
+
+
+@every
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_rows_do_not_touch_each_other(name: str, family: str) -> None:
+    """Faults: a length, slot or key shared between rows; padding that leaks; noise by slot."""
+    made, texts = drafter(name, family), prompts(2)
+    together = play(made, texts, [4, 9], PLAIN, 3)
+    for b, row in enumerate((4, 9)):
+        for one, batched in zip(play(made, [texts[b]], [row], PLAIN, 3), together, strict=True):
+            alone, among = one[0], batched[b]
+            assert (alone.known, alone.drafts) == (among.known, among.drafts)
+            if alone.law is not None:
+                torch.testing.assert_close(alone.law, among.law, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", LAWFUL)
+def test_drafts_come_from_their_law(name: str) -> None:
+    """Faults: q of another depth or before the draw's own cut; draft ids taken for target ids."""
+    made, rows, sampler = drafter(name), 2000, Sampler(0.8, 20, 0.95)
+    state = made.start(rows, 16)
+    text = prompts(1)[0][:6]
+    with torch.no_grad():
+        feed(made, state, [text[:-1]] * rows, [0] * rows)
+        noise = Noise(0, torch.arange(rows), torch.zeros(rows, dtype=torch.long))
+        root = torch.full((rows,), text[-1])
+        proposal = made.propose(state, root, Policy(2), sampler, noise)
+    assert proposal.q is not None
+    common = proposal.tokens[:, 1].mode().values
+    for depth, of in ((0, slice(None)), (1, proposal.tokens[:, 1] == common)):
+        law = made.vocab.spread(proposal.q[of, depth])
+        drawn = proposal.tokens[of, depth + 1]
+        assert (law - law[0]).abs().max() < 1e-5
+        shares = torch.bincount(drawn, minlength=made.vocab.size) / len(drawn)
+        spread = (law[0] * (1 - law[0]) / len(drawn)).sqrt().sum()  # the distance to expect
+        assert (shares - law[0]).abs().sum() < 2 * spread < 0.5
+
+
+def check_reference(made: Drafter, family: str) -> None:
+    """Proposals equal the independent reference, which reads the paper, not this code."""
+    hf = tiny.hf_model(family).double()
+    weights = made.weights()
+    config = made.config.model_dump()
+    if made.family == "small":
+        hf = kept_layers(hf, config["layers"])
+    for (moment,) in play(made, prompts(1), [1], PLAIN, 3)[3:]:  # after 2, then all were accepted
+        text, anchor = moment.known + moment.drafts, len(moment.known) - 2
+        if made.family == "ngram":
+            assert moment.drafts
+            guess = reference.ngram_guess(text, anchor, config["max_n"], config["min_n"], 3)
+            assert guess == moment.drafts
+        for depth in range(len(moment.drafts) if moment.law is not None else 0):
+            if made.family == "small":
+                law = reference.small_law(hf, text, anchor, depth)
+            else:
+                law = reference.eagle_law(weights, config, hf, text, anchor, depth)
+            ours = made.vocab.spread(moment.law[depth]).double()
+            torch.testing.assert_close(ours, law, atol=1e-4, rtol=0)
+
+
+def kept_layers(hf: Any, layers: list[int]) -> Any:
+    """The HF model without its other layers."""
+    stack = hf.get_decoder().layers
+    hf.get_decoder().layers = torch.nn.ModuleList([stack[i] for i in layers])
+    hf.config.num_hidden_layers = len(layers)
+    if getattr(hf.config, "layer_types", None):
+        hf.config.layer_types = [hf.config.layer_types[i] for i in layers]
+    return hf
+
+
+@every
+@pytest.mark.parametrize("name", ["eagle", "small", "ngram"])
+def test_propose_equals_reference(name: str, family: str) -> None:
+    """Faults that both views share: a norm left out, a wrong RoPE, residual, feature or token."""
+    check_reference(drafter(name, family), family)
+
+
+Cells = dict[tuple[int, int, int], Tensor]
+
+
+@torch.no_grad()
+def cells(made: Drafter, batch: Batch, k: int = K, anchors: Tensor | None = None) -> Cells:
+    """(row, anchor, depth) -> q at temperature 1; of a drafter without q the guessed token."""
+    unroll = made.unroll(batch, k, anchors)
+    if isinstance(unroll, Guesses):
+        values, index = unroll.tokens.flatten().float(), torch.arange(unroll.tokens.numel())
+        index = index.view_as(unroll.tokens)
+    else:
+        values = made.logits(unroll.hidden, unroll.prev, unroll.depth).softmax(-1)
+        index = unroll.index
+    out: Cells = {}
+    for b, row in enumerate(unroll.anchors.tolist()):
+        for i, a in enumerate(row):
+            where = index[b, i].tolist()
+            assert a >= 0 or isinstance(unroll, Guesses) or set(where) == {-1}
+            out.update({(b, a, j): values[w] for j, w in enumerate(where) if min(a, w) >= 0})
+    return out
+
+
+def distance(ours: Cells, theirs: Cells) -> float:
+    """The largest difference between laws of the same cells."""
+    assert ours.keys() == theirs.keys() and ours
+    return max(float((ours[cell] - theirs[cell]).abs().max()) for cell in ours)
+
+
+def check_future(made: Drafter, what: str) -> None:
+    """Rows are blind to features after a and tokens after x_{a+1+j}, and to nothing before."""
+    batch = read(made.target, prompts(3), made.taps)
+    before = cells(made, batch)
+    start = 7
+    generator = torch.Generator().manual_seed(1)
+    if what == "tokens":
+        shift = torch.randint(1, 40, batch.tokens[:, start:].shape, generator=generator)
+        batch.tokens[:, start:] = (batch.tokens[:, start:] + shift) % made.target.vocab_size
+    else:
+        for values in batch.features.values():
+            values[:, start:] = 30 * torch.randn(values[:, start:].shape, generator=generator)
+    after = cells(made, batch)
+    blind, moved = [], []
+    for cell, law in before.items():
+        _, a, j = cell
+        last = a if what == "features" else a + 1 if made.family == "ngram" else a + 1 + j
+        (blind if last < start else moved).append(float((law - after[cell]).abs().max()))
+    assert len(blind) > 10 and max(blind) < 1e-5
+    reads = made.family != "toy-medusa" if what == "tokens" else made.taps
+    assert (max(moved) > 0.05) == bool(reads)
+
+
+@pytest.mark.parametrize("what", ["tokens", "features"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_unroll_is_blind_to_the_future(name: str, what: str) -> None:
+    """Faults: a mask one too wide; the label, or the feature beside the root, in sight."""
+    check_future(drafter(name), what)
+
+
+def packed(texts: list[list[int]], width: int) -> Batch:
+    """All texts in one row, then padding; every token is target-made but each text's first two."""
+    tokens = torch.full((1, width), 5)
+    position, segment = torch.arange(width).unsqueeze(0).clone(), torch.full((1, width), -1)
+    made = torch.zeros(1, width, dtype=torch.bool)
+    edges = [0, *torch.tensor([len(t) for t in texts]).cumsum(0).tolist()]
+    for number, (first, last) in enumerate(pairwise(edges)):
+        tokens[0, first:last] = torch.tensor(texts[number])
+        position[0, first:last] = torch.arange(last - first)
+        segment[0, first:last] = number
+        made[0, first + 2 : last] = True
+    return Batch(tokens, position, segment, made)
+
+
+@every
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_packed_rows_equal_unpacked_rows(name: str, family: str) -> None:
+    """Faults: positions that run on, attention or n-grams across samples, windows over slots."""
+    made, texts = drafter(name, family), prompts(4)
+    batch = made.target.read(packed(texts, sum(map(len, texts)) + 5), made.taps)
+    together: Cells = {}
+    for (_, a, j), law in cells(made, batch).items():
+        together[int(batch.segment[0, a]), int(batch.position[0, a]), j] = law
+    apart: Cells = {}
+    for number, text in enumerate(texts):
+        single = made.target.read(packed([text], len(text)), made.taps)
+        apart.update({(number, a, j): law for (_, a, j), law in cells(made, single).items()})
+    assert distance(together, apart) < 1e-4
+
+
+def turns() -> Batch:
+    """Row 0: two samples, one of two turns, the other ends on a prompt; row 1: short, padded."""
+    flags = "..xxxx..xxx" + ".xxxxx.." + "  ", "...x" + 17 * " "
+    made = torch.tensor([[c == "x" for c in row] for row in flags])
+    segment = torch.tensor([[0] * 11 + [1] * 8 + [-1] * 2, [0] * 4 + [-1] * 17])
+    position = torch.tensor([[*range(11), *range(8), 0, 1], [*range(21)]])
+    tokens = torch.randint(2, 48, made.shape, generator=torch.Generator().manual_seed(2))
+    return Batch(tokens, position, segment, made)
+
+
+def expected_cells(batch: Batch, k: int) -> set[tuple[int, int, int]]:
+    """In plain words: the root is target-made and so is every token up to the predicted one."""
+    out = set()
+    for b, (made, segment) in enumerate(
+        zip(batch.made.tolist(), batch.segment.tolist(), strict=True)
+    ):
+        for a in range(len(made) - 2):
+            for j in range(k):
+                span = range(a + 1, a + 3 + j)
+                if span[-1] < len(made) and all(made[t] and segment[t] == segment[a] for t in span):
+                    out.add((b, a, j))
+    return out
+
+
+@pytest.mark.parametrize("name", LAWFUL)
+def test_index_marks_what_exists(name: str) -> None:
+    """Faults: depths across the end of a turn, sample or row; prev or depth of another row."""
+    made, batch = drafter(name), turns()
+    made.target.read(batch, made.taps)
+    deepest = 3 if name == "toy-medusa" else K
+    wanted = {cell for cell in expected_cells(batch, K) if cell[2] < deepest}
+    assert len(wanted) > 15
+    assert cells(made, batch).keys() == wanted
+    unroll = made.unroll(batch, K)
+    for b, a, j in wanted:
+        row = unroll.index[b, unroll.anchors[b].tolist().index(a), j]
+        assert unroll.prev[row] == batch.tokens[b, a + 1 + j]
+        assert unroll.depth[row] == (0 if made.rows_shared else j)
+    used = unroll.index[unroll.index >= 0].unique()
+    assert used.equal(torch.arange(len(unroll.hidden)))
+    some = torch.tensor([[9, -1, 3], [-1, 2, -1]])  # any order, padding anywhere
+    few = cells(made, batch, K, some)
+    assert few.keys() == {cell for cell in wanted if cell[1] in ((9, 3), (2,))[cell[0]]}
+    everything = cells(made, batch)
+    assert distance(few, {cell: everything[cell] for cell in few}) < 1e-5
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_all_anchors_are_the_target_made_roots(name: str) -> None:
+    """Faults: an anchor of another sample; a root that the target did not make."""
+    made, batch = drafter(name), turns()
+    unroll = made.unroll(made.target.read(batch, made.taps), K)
+    anchors = [[a for a in row if a >= 0] for row in unroll.anchors.tolist()]
+    assert anchors == [[1, 2, 3, 4, 7, 8, 9, 11, 12, 13, 14, 15], [2]]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_depth_causal_is_true(name: str) -> None:
+    """Faults: replay of every k from one unroll where a depth depends on k, and the reverse."""
+    made = drafter(name)
+    batch = read(made.target, prompts(3), made.taps)
+    whole = cells(made, batch, 5)
+    for k in (1, 3):
+        part = cells(made, batch, k)
+        gap = distance(part, {cell: law for cell, law in whole.items() if cell[2] < k})
+        assert gap < 1e-5 if made.depth_causal else gap > 0.05
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_state_is_all_there_is(name: str) -> None:
+    """Fault: state that hides in the drafter, so that two requests at once spoil each other."""
+    made, text = drafter(name), prompts(1)[0]
+    noise = Noise(0, torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long))
+    root = torch.tensor([text[-1]])
+    with torch.no_grad():
+        state = made.start(1, 64)
+        feed(made, state, [text[:-1]], [0])
+        kept = copy.deepcopy(state)
+        first = made.propose(state, root, Policy(3), PLAIN, noise)
+        other = made.start(2, 64)
+        feed(made, other, [prompts(3)[2]] * 2, [0, 0])
+        made.propose(other, root.repeat(2), Policy(3), PLAIN, noise)
+        again = made.propose(kept, root, Policy(3), PLAIN, noise)
+    assert first.tokens.equal(again.tokens) and first.length.equal(again.length)

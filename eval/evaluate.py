@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-
 from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.batch import Batch, batch_of
 from draftsmith.drafters.sampling import Sampler

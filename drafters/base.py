@@ -227,9 +227,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         about = json.loads(path.read_text())
     except json.JSONDecodeError as error:
-        raise UserError(f"{path}: not valid JSON ({error}); the checkpoint is damaged") from None
-    if not isinstance(about, dict) or not {"family", "config", "target"} <= about.keys():
-        raise UserError(f"{path}: not a draftsmith drafter (no family, config and target in it)")
+        raise UserError(f"{path}: not valid JSON ({error}); copy the checkpoint again") from None
+    parts = {"family": str, "config": dict, "target": dict}
+    if not isinstance(about, dict) or any(
+        not isinstance(about.get(key), kind) for key, kind in parts.items()
+    ):
+        raise UserError(
+            f"{path}: not a draftsmith drafter (no family, config and target in it); "
+            "give a folder that `draftsmith train` wrote"
+        )
     return about
 
 
@@ -241,28 +247,34 @@ def load(folder: Path, target: Target) -> Drafter:
     """
     about = read_config(folder)
     check_target(folder, about["target"], target)
-    cls = family(about["family"])
     try:
-        config = cls.Config(**about["config"])
+        cls = family(about["family"])
+        drafter = cls(target, cls.Config(**about["config"]))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise UserError(f"{folder / 'config.json'}: {where}: {first['msg']}") from None
-    drafter = cls(target, config)
+        line = f"{where}: {first['msg']}; correct it, or copy the checkpoint again"
+        raise UserError(f"{folder / 'config.json'}: {line}") from None
+    except UserError as error:
+        raise UserError(f"{folder / 'config.json'}: {error}") from None
     path = folder / "model.safetensors"
     try:
         stored = load_file(path)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: cannot be read ({error}); copy the checkpoint again") from None
     wanted = drafter.weights()
+    remedy = "the file does not belong to config.json beside it; copy the checkpoint again"
     for name in sorted(wanted.keys() ^ stored.keys()):
         kind = "missing" if name in wanted else "unexpected"
-        raise UserError(f"{path}: tensor {name} is {kind} for a drafter of family {cls.family}")
+        raise UserError(f"{path}: tensor {name} is {kind} for family {cls.family}; {remedy}")
     for name, tensor in wanted.items():
         if tensor.shape != stored[name].shape:
             shapes = f"{tuple(stored[name].shape)} where {tuple(tensor.shape)} is needed"
-            raise UserError(f"{path}: tensor {name} has shape {shapes}")
-    drafter.load_state_dict(stored, strict=False)
+            raise UserError(f"{path}: tensor {name} has shape {shapes}; {remedy}")
+    try:
+        drafter.load_state_dict(stored, strict=False)
+    except UserError as error:  # a draft vocabulary that the target lacks
+        raise UserError(f"{path}: {error}; {remedy}") from None
     return drafter.to(target.device, target.dtype).eval()
 
 

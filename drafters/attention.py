@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from draftsmith.drafters.cache import Slab
@@ -121,7 +121,7 @@ def _mask(*args: Any, mask_function: Callable, **kwargs: Any) -> Tensor:
 
 
 def _attention(
-    module: nn.Module,
+    module: Any,
     query: Tensor,  # (B, Hq, T, D)
     key: Tensor,  # (B, Hkv, T, D)
     value: Tensor,

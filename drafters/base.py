@@ -142,7 +142,7 @@ class Drafter(nn.Module, ABC):
 
     def weights(self) -> dict[str, Tensor]:
         """What the checkpoint stores: the trained parameters, and buffers that define them."""
-        kept = {n: p for n, p in self.named_parameters() if p.requires_grad}
+        kept: dict[str, Tensor] = {n: p for n, p in self.named_parameters() if p.requires_grad}
         kept.update((n, b) for n, b in self.named_buffers() if n not in self._non_persistent())
         return {n: t.detach().contiguous() for n, t in kept.items()}
 
@@ -226,7 +226,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder}: no drafter there (config.json is missing); give a checkpoint")
     try:
         about = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # not JSON, or not even text
         raise UserError(f"{path}: not valid JSON ({error}); copy the checkpoint again") from None
     parts = {"family": str, "config": dict, "target": dict}
     if not isinstance(about, dict) or any(
@@ -257,7 +257,12 @@ def load(folder: Path, target: Target) -> Drafter:
         raise UserError(f"{folder / 'config.json'}: {line}") from None
     except UserError as error:
         raise UserError(f"{folder / 'config.json'}: {error}") from None
-    path = folder / "model.safetensors"
+    load_weights(drafter, folder / "model.safetensors")
+    return drafter.to(target.device, target.dtype).eval()
+
+
+def load_weights(drafter: Drafter, path: Path) -> None:
+    """Reads a drafter's weights. Raises UserError unless they are exactly those it asks for."""
     try:
         stored = load_file(path)
     except (SafetensorError, OSError) as error:
@@ -266,7 +271,7 @@ def load(folder: Path, target: Target) -> Drafter:
     remedy = "the file does not belong to config.json beside it; copy the checkpoint again"
     for name in sorted(wanted.keys() ^ stored.keys()):
         kind = "missing" if name in wanted else "unexpected"
-        raise UserError(f"{path}: tensor {name} is {kind} for family {cls.family}; {remedy}")
+        raise UserError(f"{path}: tensor {name} is {kind} for family {drafter.family}; {remedy}")
     for name, tensor in wanted.items():
         if tensor.shape != stored[name].shape:
             shapes = f"{tuple(stored[name].shape)} where {tuple(tensor.shape)} is needed"
@@ -275,7 +280,6 @@ def load(folder: Path, target: Target) -> Drafter:
         drafter.load_state_dict(stored, strict=False)
     except UserError as error:  # a draft vocabulary that the target lacks
         raise UserError(f"{path}: {error}; {remedy}") from None
-    return drafter.to(target.device, target.dtype).eval()
 
 
 def check_target(folder: Path, made_for: dict[str, Any], target: Target) -> None:

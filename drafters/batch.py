@@ -38,8 +38,11 @@ class Batch:
         return self.tokens.device
 
     def to(self, device: torch.device) -> Batch:
-        moved = [t.to(device) for t in (self.tokens, self.position, self.segment, self.made)]
-        return Batch(*moved, sampler=self.sampler, foreign=self.foreign)
+        """A copy of tokens and masks on a device; features are read there anew."""
+        tokens, position, segment, made = (
+            t.to(device) for t in (self.tokens, self.position, self.segment, self.made)
+        )
+        return Batch(tokens, position, segment, made, self.sampler, self.foreign)
 
 
 def batch_of(

@@ -62,11 +62,11 @@ class CausalLM(nn.Module):
         return self._parts["norm"]
 
     @property
-    def embedding(self) -> nn.Module:
+    def embedding(self) -> nn.Embedding:
         return self.hf.get_input_embeddings()
 
     @property
-    def lm_head(self) -> nn.Module:
+    def lm_head(self) -> nn.Linear:
         return self.hf.get_output_embeddings()
 
     @property

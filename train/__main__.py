@@ -18,10 +18,11 @@ from accelerate import Accelerator
 
 from draftsmith.drafters.base import family
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
-from draftsmith.train import checkpoint, recipe
+from draftsmith.train import checkpoint, recipe, storage
 from draftsmith.train.loop import Trainer
-from draftsmith.train.prompts import product_prompts, read_prompts
+from draftsmith.train.prompts import Prompt, product_prompts, read_prompts
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples import Samples, generate
 
@@ -30,9 +31,17 @@ def run(path: str, overrides: Sequence[str]) -> int:
     """Trains a recipe; the process's exit code. Raises UserError before compute is spent."""
     chosen = recipe.load(path, overrides)
     accelerator = _accelerator(chosen)
+    prompts = _prompts(chosen)
+    if accelerator.is_main_process:
+        checkpoint.claim(chosen)
+    accelerator.wait_for_everyone()
     target = Target.load(chosen.target, accelerator.device)
-    checkpoint.claim(chosen)
-    samples = _samples(chosen, target)
+    # Settings the target cannot take are told now, not after an hour of sampling.
+    family(chosen.drafter)(target, chosen.drafter_config())
+    if prompts is None:
+        samples = Samples.open(Path(str(chosen.samples)), target)
+    else:
+        samples = _sampled(chosen, target, prompts, accelerator)
     if chosen.tracker != "none":
         accelerator.init_trackers("draftsmith", chosen.flat(), {"wandb": {"name": chosen.name}})
     return Trainer(chosen, target, samples, accelerator).run()
@@ -49,26 +58,30 @@ def _accelerator(chosen: Recipe) -> Accelerator:
     )
 
 
-def _samples(chosen: Recipe, target: Target) -> Samples:
-    """The recipe's samples: a given folder, or the target's answers to prompts, made first."""
-    if chosen.samples is not None:
-        samples = Samples.open(Path(chosen.samples), target)
-        if samples.sampler != chosen.sampler:
-            raise UserError(
-                f"{chosen.samples}: drawn at {samples.sampler}, the recipe trains for "
-                f"{chosen.sampler}; set temperature, top_k and top_p to match, or sample anew"
-            )
-        return samples
-    # Settings the target cannot take are told now, not after an hour of sampling.
-    family(chosen.drafter)(target, chosen.drafter_config())
-    prompts = read_prompts(Path(chosen.prompts)) if chosen.prompts else product_prompts("train")
-    began = time.perf_counter()
-    samples = generate(
-        target, prompts, chosen.sampler, chosen.max_new_tokens, chosen.folder / "samples",
-        seed=chosen.seed,
-    )  # fmt: skip
-    print(f"samples: ready in {time.perf_counter() - began:.0f} s", file=sys.stderr)
-    return samples
+def _prompts(chosen: Recipe) -> list[Prompt] | None:
+    """The prompts that the target is to answer first; None where samples are given and fit."""
+    if chosen.samples is None:
+        return read_prompts(Path(chosen.prompts)) if chosen.prompts else product_prompts("train")
+    drawn_at = Sampler(**storage.read_manifest(Path(chosen.samples))["sampler"])
+    if drawn_at != chosen.sampler:
+        raise UserError(
+            f"{chosen.samples}: drawn at {drawn_at}, the recipe trains for {chosen.sampler}; "
+            "set temperature, top_k and top_p to match, or sample anew"
+        )
+    return None
+
+
+def _sampled(
+    chosen: Recipe, target: Target, prompts: list[Prompt], accelerator: Accelerator
+) -> Samples:
+    """The target's answers to prompts, made by the main process and read by all."""
+    folder = chosen.folder / "samples"
+    if accelerator.is_main_process:
+        began = time.perf_counter()
+        generate(target, prompts, chosen.sampler, chosen.max_new_tokens, folder, seed=chosen.seed)
+        print(f"samples: ready in {time.perf_counter() - began:.0f} s", file=sys.stderr)
+    accelerator.wait_for_everyone()
+    return Samples.open(folder, target, audit=0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import shutil
 from pathlib import Path
@@ -21,7 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from safetensors.torch import load_file
 
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter
@@ -96,11 +96,22 @@ def steps(folder: Path) -> list[int]:
 
 
 def restore(folder: Path, step: int, drafter: Drafter) -> dict[str, Any]:
-    """Loads checkpoint-STEP into a drafter built from the same recipe; returns its state."""
+    """Loads checkpoint-STEP into a drafter built from the same recipe; returns its state.
+
+    Raises UserError for files that are damaged, or not this recipe's.
+    """
     place = folder / f"checkpoint-{step}"
-    drafter.load_state_dict(load_file(place / "model.safetensors"), strict=False)
-    state = torch.load(place / "state.pt", map_location="cpu", weights_only=False)
-    set_rng_state(state["rng"])
+    base.load_weights(drafter, place / "model.safetensors")
+    path = place / "state.pt"
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=False)
+        set_rng_state(state["rng"])
+    except (OSError, EOFError, RuntimeError, KeyError, pickle.UnpicklingError) as error:
+        line = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{path}: cannot be read ({line}); delete {place}, and the same command goes on from "
+            "the checkpoint before it"
+        ) from None
     return state
 
 

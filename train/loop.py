@@ -70,6 +70,7 @@ class Trainer:
         self.seconds = 0.0  # spent training, evaluations and earlier parts of the run included
         self.best: dict[str, float] | None = None
         self.coefficients: dict[str, Tensor] = {}  # running ones that a loss may keep
+        self.window = Sums.zero(self.depths)  # since the last line of the log
         self.stopping = False
 
     def run(self) -> int:
@@ -82,31 +83,34 @@ class Trainer:
             self._say(f"{recipe.folder} is finished: {self.step} steps, best {self.best}")
             return 0
         signal.signal(signal.SIGTERM, self._on_sigterm)
-        self.metrics = Metrics(recipe.folder, self.step) if main else None
+        # Without a checkpoint nothing that was logged before still holds.
+        self.metrics = Metrics(recipe.folder, self.step if done else -1) if main else None
         self.line = ProgressLine(recipe.steps, self.step) if main else None
         self._log_start()
         if self.step == 0:
             self._evaluate()
-        window, began = Sums.zero(self.depths), time.perf_counter()
+        began = time.perf_counter()
         window_tokens, window_began = self.tokens, began
         while self.step < recipe.steps:
             sums, norm = self._step()
-            window.add(sums)
+            self.window.add(sums)
             if self.step % recipe.log_every == 0 or self.step == recipe.steps:
                 now = time.perf_counter()
                 speed = (self.tokens - window_tokens) / (now - window_began)
-                self._log(window, norm, speed)
-                window, window_tokens, window_began = Sums.zero(self.depths), self.tokens, now
-            if self.step % recipe.save_every == 0 or self.step == recipe.steps or self._stop():
+                self._log(norm, speed)
+                window_tokens, window_began = self.tokens, now
+            stopping = self._stop()  # asked once: the signal may come at any moment
+            due = self.step % recipe.save_every == 0 or self.step == recipe.steps
+            if due or stopping:
                 self.seconds += time.perf_counter() - began
                 began = time.perf_counter()
-                if not self._stop():
+                if due:  # also when stopping: a resumed run would not come by here again
                     self._evaluate()
                     self.seconds += time.perf_counter() - began
                     began = time.perf_counter()
                 self._save()
                 window_began = time.perf_counter()
-            if self._stop():
+            if stopping and self.step < recipe.steps:
                 self._say(f"stopped at step {self.step}; the same command goes on from there")
                 return STOPPED
         self.accelerator.end_training()
@@ -194,7 +198,8 @@ class Trainer:
             biased=result.biased,
         )
 
-    def _log(self, window: Sums, norm: float, speed: float) -> None:
+    def _log(self, norm: float, speed: float) -> None:
+        window, self.window = self.window, Sums.zero(self.depths)
         weights = self.objective.weights(torch.ones(self.depths)) * window.cells
         loss = window.loss / max(weights.sum().item(), 1.0)
         alpha = (window.alpha / window.cells.clamp(min=1)).tolist()
@@ -227,6 +232,7 @@ class Trainer:
             "tau": self.tau,
             "best": self.best,
             "coefficients": self.coefficients,
+            "window": asdict(self.window),
         }
         checkpoint.save(self.recipe.folder, self.step, self.drafter, state)
         if self.best and self.best["step"] == self.step:
@@ -246,6 +252,7 @@ class Trainer:
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
         self.tau, self.best = state["tau"], state["best"]
         self.coefficients = state["coefficients"]
+        self.window = Sums(**state["window"])
         if self.best and self.accelerator.is_main_process:
             checkpoint.mark_best(self.recipe.folder, int(self.best["step"]))
         self._say(f"resuming {self.recipe.folder} at step {step}")

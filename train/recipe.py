@@ -122,7 +122,10 @@ def parse(raw: dict[str, Any], where: str) -> Recipe:
     """A Recipe from flat keys. Raises UserError for an unknown, missing or wrong one."""
     if not isinstance(raw.get("drafter"), str):
         raise UserError(f"{where}: drafter: name a family (small or eagle)")
-    config = family(raw["drafter"]).Config
+    try:
+        config = family(raw["drafter"]).Config
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
     if not config.model_fields or raw["drafter"] == "ngram":
         raise UserError(f"{where}: drafter: {raw['drafter']} has nothing to train")
     common = set(Recipe.model_fields) - {"settings"}
@@ -141,6 +144,8 @@ def parse(raw: dict[str, Any], where: str) -> Recipe:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "missing":
+            raise UserError(f"{where}: {key}: is missing; add `{key}: ..`") from None
         raise UserError(f"{where}: {key}: {first['msg']} (got {first['input']!r})") from None
     try:
         _ = recipe.sampler

@@ -38,6 +38,7 @@ def library() -> Any:
     import datasets
 
     datasets.disable_progress_bars()
+    datasets.disable_caching()  # whose files would lie among a user's samples
     datasets.utils.logging.set_verbosity_error()
     return datasets
 

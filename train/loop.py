@@ -8,6 +8,7 @@ conversations, never the one with the lowest loss.
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import set_seed
 from torch import Tensor
 from transformers import get_cosine_schedule_with_warmup
 
@@ -27,7 +29,7 @@ from draftsmith.drafters.target import Target
 from draftsmith.eval.provenance import provenance
 from draftsmith.eval.replay import replay
 from draftsmith.train import checkpoint
-from draftsmith.train.checkpoint import Metrics
+from draftsmith.train.checkpoint import Metrics, read_metrics
 from draftsmith.train.objective import Objective, Sums, backward, denominator
 from draftsmith.train.packing import Cursor, Stream, collate
 from draftsmith.train.progress import ProgressLine
@@ -48,7 +50,7 @@ class Trainer:
             raise UserError(
                 f"heldout: {recipe.heldout} of {len(samples)} conversations leaves none to train on"
             )
-        torch.manual_seed(recipe.seed)
+        set_seed(recipe.seed)  # every generator whose state a checkpoint holds
         counts = samples.token_counts(self.learn)
         cls = family(recipe.drafter)
         self.drafter: Drafter = cls.create(target, recipe.drafter_config(), counts)
@@ -67,54 +69,65 @@ class Trainer:
         self.cursor = Cursor()
         self.step = 0
         self.tokens = 0  # positions learned from so far
-        self.seconds = 0.0  # spent training, evaluations and earlier parts of the run included
-        self.best: dict[str, float] | None = None
+        self.tau = float("nan")  # the last replay's
+        self.began = time.perf_counter()
+        self.metrics: Metrics | None = None  # both on the main process only
+        self.line: ProgressLine | None = None
         self.coefficients: dict[str, Tensor] = {}  # running ones that a loss may keep
         self.window = Sums.zero(self.depths)  # since the last line of the log
         self.stopping = False
 
     def run(self) -> int:
         """Trains to the last step, or to SIGTERM; saves on either."""
-        recipe, main = self.recipe, self.accelerator.is_main_process
-        done = checkpoint.steps(recipe.folder)
-        if done:
-            self._restore(done[-1])
-        if self.step >= recipe.steps:
-            self._say(f"{recipe.folder} is finished: {self.step} steps, best {self.best}")
+        recipe = self.recipe
+        resumed = self._resume()
+        if self.step >= recipe.steps and self._replayed():
+            self._say(f"{recipe.folder} is finished; {self._best_line()}")
             return 0
         signal.signal(signal.SIGTERM, self._on_sigterm)
-        # Without a checkpoint nothing that was logged before still holds.
-        self.metrics = Metrics(recipe.folder, self.step if done else -1) if main else None
-        self.line = ProgressLine(recipe.steps, self.step) if main else None
-        self._log_start()
-        if self.step == 0:
+        self._start_log(resumed)
+        if self._due() and not self._replayed():  # step 0, or a run stopped before its replay
             self._evaluate()
-        began = time.perf_counter()
-        window_tokens, window_began = self.tokens, began
+        tokens, began = self.tokens, time.perf_counter()
         while self.step < recipe.steps:
             sums, norm = self._step()
             self.window.add(sums)
             if self.step % recipe.log_every == 0 or self.step == recipe.steps:
-                now = time.perf_counter()
-                speed = (self.tokens - window_tokens) / (now - window_began)
-                self._log(norm, speed)
-                window_tokens, window_began = self.tokens, now
-            stopping = self._stop()  # asked once: the signal may come at any moment
-            due = self.step % recipe.save_every == 0 or self.step == recipe.steps
-            if due or stopping:
-                self.seconds += time.perf_counter() - began
-                began = time.perf_counter()
-                if due:  # also when stopping: a resumed run would not come by here again
-                    self._evaluate()
-                    self.seconds += time.perf_counter() - began
-                    began = time.perf_counter()
+                self._log(norm, (self.tokens - tokens) / (time.perf_counter() - began))
+                tokens, began = self.tokens, time.perf_counter()
+            stop = self._stop()  # asked once: the signal may come at any moment
+            if self._due() or stop:
                 self._save()
-                window_began = time.perf_counter()
-            if stopping and self.step < recipe.steps:
+            if stop and self.step < recipe.steps:
                 self._say(f"stopped at step {self.step}; the same command goes on from there")
                 return STOPPED
+            if self._due():
+                aside = time.perf_counter()
+                self._evaluate()
+                began += time.perf_counter() - aside
+        self._say(f"{recipe.folder} is finished; {self._best_line()}")
         self.accelerator.end_training()
         return 0
+
+    def _due(self) -> bool:
+        """Whether this step gets a checkpoint and a replay."""
+        return self.step % self.recipe.save_every == 0 or self.step == self.recipe.steps
+
+    def _replayed(self) -> bool:
+        return any(m["step"] == self.step for m in self._replays())
+
+    def _replays(self) -> list[dict[str, Any]]:
+        return [m for m in read_metrics(self.recipe.folder) if m["kind"] == "replay"]
+
+    def _best(self) -> dict[str, Any] | None:
+        """The replay of the best checkpoint so far; the first one on ties."""
+        found = [m for m in self._replays() if m["step"] > 0]
+        return max(found, key=lambda m: m["tau"]) if found else None
+
+    def _best_line(self) -> str:
+        best = self._best()
+        assert best is not None
+        return f"best is checkpoint-{best['step']}, replay tau {best['tau']:.3f} at k={best['k']}"
 
     def _step(self) -> tuple[Sums, float]:
         """One optimizer step over rows * accumulation * processes packed rows."""
@@ -163,7 +176,7 @@ class Trainer:
             )
 
     def _evaluate(self) -> None:
-        """Replays the held-out conversations; remembers the step if it is the best so far."""
+        """Replays the held-out conversations, and points `best` at the best checkpoint so far."""
         recipe = self.recipe
         self.drafter.eval()
         batches = []
@@ -177,9 +190,6 @@ class Trainer:
             found = replay(self.drafter, batches, recipe.k, recipe.seed)
         result = found[recipe.k]
         self.tau = result.tau
-        self.improved = self.step > 0 and (self.best is None or result.tau > self.best["tau"])
-        if self.improved:
-            self.best = {"step": self.step, "tau": result.tau}
         biased = " (biased: not the target's own)" if result.biased else ""
         self._say(
             f"step {self.step}: replay tau {result.tau:.3f} "
@@ -194,9 +204,11 @@ class Trainer:
             alpha=result.alpha,
             tau_by_k={str(j): r.tau for j, r in found.items()},
             k=recipe.k,
-            seconds=self.seconds,
+            seconds=self._seconds(),
             biased=result.biased,
         )
+        if self.accelerator.is_main_process and (best := self._best()):
+            checkpoint.mark_best(recipe.folder, best["step"])
 
     def _log(self, norm: float, speed: float) -> None:
         window, self.window = self.window, Sums.zero(self.depths)
@@ -228,48 +240,64 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "tokens": self.tokens,
-            "seconds": self.seconds,
+            "seconds": self._seconds(),
             "tau": self.tau,
-            "best": self.best,
             "coefficients": self.coefficients,
             "window": asdict(self.window),
         }
         checkpoint.save(self.recipe.folder, self.step, self.drafter, state)
-        if self.best and self.best["step"] == self.step:
-            checkpoint.mark_best(self.recipe.folder, self.step)
 
-    def _restore(self, step: int) -> None:
-        state = checkpoint.restore(self.recipe.folder, step, self.drafter)
+    def _resume(self) -> bool:
+        """Loads the last checkpoint; False when there is none."""
+        folder = self.recipe.folder
+        done = checkpoint.steps(folder)
+        if not done:
+            return False
+        state = checkpoint.restore(folder, done[-1], self.drafter)
         if state["samples"] != self.samples.manifest["content_hash"]:
             raise UserError(
-                f"{self.recipe.folder}: was trained on other samples than "
+                f"{folder}: was trained on other samples than "
                 f"{self.recipe.samples or 'those in it'}; give the same ones, or another name"
             )
         self.drafter.to(self.accelerator.device)
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         self.cursor = Cursor(**state["cursor"])
-        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
-        self.tau, self.best = state["tau"], state["best"]
+        self.step, self.tokens, self.tau = state["step"], state["tokens"], state["tau"]
+        self.began -= state["seconds"]
         self.coefficients = state["coefficients"]
         self.window = Sums(**state["window"])
-        if self.best and self.accelerator.is_main_process:
-            checkpoint.mark_best(self.recipe.folder, int(self.best["step"]))
-        self._say(f"resuming {self.recipe.folder} at step {step}")
+        self._say(f"resuming {folder} at step {self.step}")
+        return True
 
-    def _log_start(self) -> None:
+    def _seconds(self) -> float:
+        """Wall time of the run: replays and earlier parts included."""
+        return time.perf_counter() - self.began
+
+    def _start_log(self, resumed: bool) -> None:
+        """Opens the log, says what is about to be trained, and checks that the disk can hold it."""
         recipe = self.recipe
         parameters = sum(p.numel() for p in self.trained)
-        state = 16 * parameters / 2**20  # fp32 weights, gradients and two moments
+        left = -(-(recipe.steps - self.step) // recipe.save_every)
+        need = left * 12 * parameters  # fp32 weights and two moments in each checkpoint
+        free = shutil.disk_usage(recipe.folder).free
         self._say(
-            f"{recipe.drafter} drafter, {parameters:,} trained parameters ({state:.0f} MiB with "
-            f"optimizer), {self.drafter.vocab.draft_size:,} draft tokens that cover "
-            f"{self.coverage:.1%} of the answers; {len(self.learn)} conversations to learn from, "
-            f"{len(self.heldout)} held out; device {self.accelerator.device}, "
+            f"{recipe.drafter} drafter, {parameters:,} trained parameters "
+            f"({16 * parameters / 2**20:.0f} MiB with gradients and optimizer; {left} checkpoints "
+            f"take {need / 2**20:.0f} MiB of disk), {self.drafter.vocab.draft_size:,} draft tokens "
+            f"that cover {self.coverage:.1%} of the answers; {len(self.learn)} conversations to "
+            f"learn from, {len(self.heldout)} held out; device {self.accelerator.device}, "
             f"{self.accelerator.mixed_precision} autocast"
         )
-
-        if self.metrics:
+        if free < need:
+            raise UserError(
+                f"{recipe.folder}: {left} checkpoints need {need / 2**20:.0f} MiB, the disk has "
+                f"{free / 2**20:.0f}; raise save_every or free some"
+            )
+        if self.accelerator.is_main_process:
+            self.line = ProgressLine(recipe.steps, self.step)
+            # Without a checkpoint nothing that was logged before still holds.
+            self.metrics = Metrics(recipe.folder, self.step if resumed else -1)
             self.metrics.write(kind="start", step=self.step, seed=recipe.seed, **provenance())
 
     def _say(self, text: str) -> None:

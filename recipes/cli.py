@@ -53,6 +53,7 @@ def sample(
     """Lets the target answer prompts, or imports its answers as token ids."""
     from draftsmith.drafters.sampling import Sampler
     from draftsmith.drafters.target import Target
+    from draftsmith.train import storage
     from draftsmith.train.prompts import product_prompts, read_prompts
     from draftsmith.train.samples import generate, import_answers
 
@@ -64,6 +65,8 @@ def sample(
         asked = read_prompts(prompts) if prompts else product_prompts("train")
     elif not answers.is_file():
         raise UserError(f"{answers}: no such file; --import takes a JSONL file")
+    with storage.claimed(folder):
+        pass  # a folder that cannot be written, or holds other files, is told before any loading
     loaded = Target.load(target)
     if asked is None:
         assert answers is not None
@@ -126,24 +129,26 @@ def evaluate(
     asked = (read_prompts(prompts) if prompts else product_prompts("heldout"))[:limit]
     folder = Path(checkpoint)
     about = None if checkpoint == "ngram" else base.read_config(folder)
-    loaded = Target.load(target or (about["target"]["spec"] if about else "smollm2"))
+    spec = target or (about["target"].get("spec") if about else None) or "smollm2"
+    settings = {
+        "checkpoint": checkpoint,
+        "target": spec,
+        "sampler": vars(sampler),
+        "k": k,
+        "max_new_tokens": max_new_tokens,
+        "stop": stop or [],
+        "seed": seed,
+        "prompts_hash": hashlib.sha256(" ".join(p.key for p in asked).encode()).hexdigest()[:16],
+    }
+    if output is not None:
+        _claim(output, settings)
+    loaded = Target.load(spec)
     if about is None:
         ngram = base.family("ngram")
         drafter = ngram.create(loaded, ngram.Config())
     else:
         drafter = base.load(folder, loaded)
     ids = encode(asked, loaded)
-    settings = {
-        "checkpoint": checkpoint,
-        "target": loaded.identity()["spec"],
-        "sampler": vars(sampler),
-        "k": k,
-        "max_new_tokens": max_new_tokens,
-        "seed": seed,
-        "prompts_hash": hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16],
-    }
-    if output is not None:
-        _claim(output, settings)
     with _DecodeProgress(len(ids)) as progress:
         report = run(
             loaded, drafter, ids, sampler, k, max_new_tokens,

@@ -54,10 +54,10 @@ def claim(recipe: Recipe) -> None:
         return
     # Without a checkpoint only samples are worth keeping, and they check themselves.
     own = {"recipe.yaml", "metrics.jsonl", "samples"}
-    if folder.exists() and any(p.name not in own for p in folder.iterdir() if p.name[0] != "."):
-        raise UserError(f"{folder}: not empty and no run of draftsmith; give another name")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if any(p.name not in own for p in folder.iterdir() if p.name[0] != "."):
+            raise UserError(f"{folder}: not empty and no run of draftsmith; give another name")
         _write(path, yaml.safe_dump(recipe.flat(), sort_keys=False))
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror}); change runs") from None

@@ -1,0 +1,401 @@
+"""The frozen target against plain transformers: features, head, and every way of reading tokens.
+
+The `check_*` functions are what tests/test_faults.py turns against planted faults. `theirs` is
+always a second model of equal weights that draftsmith never touched, with eager attention.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+
+import tiny
+from draftsmith.drafters import attention
+from draftsmith.drafters.attention import chain_step, packed_step, tree_shape, tree_step
+from draftsmith.drafters.batch import batch_of
+from draftsmith.drafters.cache import Slab
+from draftsmith.drafters.causal_lm import CausalLM
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.sampling import Sampler
+from draftsmith.drafters.target import Target
+
+L = 4
+WINDOWED = {"sliding_window": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MIXED = ["sliding_attention", "full_attention"] * 2
+# Name -> (transformers' config class, its settings beyond SHAPE); others come from tiny.
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "Mistral": ("Mistral", WINDOWED),
+    "Qwen3Moe": ("Qwen3Moe", EXPERTS),
+    "Gemma3 mixed": (
+        "Gemma3Text",
+        {**WINDOWED, "layer_types": MIXED, "final_logit_softcapping": 9.0},
+    ),
+    "Gemma2": ("Gemma2", {**WINDOWED, "attn_logit_softcapping": 5.0}),
+    "GptOss": ("GptOss", {**WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "Granite": ("Granite", {"logits_scaling": 3.0, "attention_multiplier": 0.5}),
+}
+FAMILIES = (*tiny.FAMILIES, *MORE)
+every = pytest.mark.parametrize("family", FAMILIES)
+SHAPE = {
+    "vocab_size": tiny.VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": L,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": tiny.EOS,
+    "pad_token_id": 0,
+}
+
+
+def build(family: str) -> Any:
+    """An HF model with random weights, large enough that any change shows in the logits."""
+    if family in tiny.FAMILIES:
+        return tiny.hf_model(family)
+    name, settings = MORE[family]
+    return random_model(getattr(transformers, f"{name}Config")(**SHAPE | settings))
+
+
+@torch.no_grad()
+def random_model(config: Any) -> Any:
+    torch.manual_seed(0)
+    hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in hf.parameters():
+        parameter.normal_(std=0.35) if parameter.dim() > 1 else parameter.add_(0.2)
+    return hf.eval()
+
+
+@cache
+def pair(family: str) -> tuple[Target, Any]:
+    """(the target, the same weights in a model of its own). Cached, so read only."""
+    theirs = build(family)
+    theirs.set_attn_implementation("eager")
+    return Target(build(family), tiny.tokenizer(), tiny.source()), theirs
+
+
+def random_tokens(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(2, tiny.VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def close(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-4)
+
+
+@torch.no_grad()
+def plain(theirs: Any, tokens: list[int]) -> Tensor:
+    """Logits (T, V) of one plain forward."""
+    return theirs(torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+@torch.no_grad()
+def check_features(of: Target, theirs: Any) -> None:
+    """Taps are HF's hidden states; tap L is what the final norm reads, "normed" what it gives."""
+    tokens = random_tokens(1, 14)
+    position = torch.arange(14).unsqueeze(0)
+    out = of(tokens, packed_step(position, position * 0), [*range(L + 1), "normed"])
+    states = theirs(tokens, output_hidden_states=True, use_cache=False).hidden_states
+    for k in range(L):
+        close(out.features[str(k)], states[k])
+        assert (states[k] - states[k + 1]).abs().mean() > 0.05, "neighbours too alike to tell"
+    last = out.features[str(L)]
+    close(theirs.get_decoder().norm(last), states[L])
+    assert (last - states[L]).abs().mean() > 0.05, "a norm that does nothing"
+    close(out.features["normed"], states[L])
+    assert last.equal(out.final)
+
+
+@torch.no_grad()
+def check_head(of: Target, theirs: Any) -> None:
+    """final + head are HF's logits."""
+    tokens = random_tokens(1, 14)
+    position = torch.arange(14).unsqueeze(0)
+    final = of(tokens, packed_step(position, position * 0)).final
+    close(of.head(final[0]), plain(theirs, tokens[0].tolist()))
+
+
+@torch.no_grad()
+def check_packed(of: Target, theirs: Any) -> None:
+    """Samples of 12, 3 and 10 tokens packed in one row are read as if each were alone."""
+    texts = [random_tokens(n, seed=n).tolist() for n in (12, 3, 10)]
+    position = torch.tensor([[t for text in texts for t in range(len(text))]])
+    segment = torch.tensor([[i for i, text in enumerate(texts) for _ in text]])
+    tokens = torch.tensor([sum(texts, [])])
+    ours = of.head(of(tokens, packed_step(position, segment)).final[0])
+    close(ours, torch.cat([plain(theirs, text) for text in texts]))
+
+
+@torch.no_grad()
+def check_slab(of: Target, theirs: Any) -> None:
+    """A ragged prompt, chunks of which rows keep different parts, one token, a tree, two more."""
+    texts = [random_tokens(n, seed=n).tolist() for n in (13, 4, 21)]
+    slab = Slab(3, 80, of.device)
+    width = max(map(len, texts))
+    padded = torch.tensor([text + [3] * (width - len(text)) for text in texts])
+    ours = of.head(of(padded, chain_step(slab, width)).final)
+    for b, text in enumerate(texts):
+        close(ours[b, : len(text)], plain(theirs, text))
+    slab.commit(torch.tensor([len(text) for text in texts]))
+    for width, kept in ((4, (4, 1, 0)), (3, (0, 3, 2)), (1, (1, 1, 1))):
+        new = random_tokens(3, width, seed=width)
+        ours = of.head(of(new, chain_step(slab, width)).final)
+        for b, text in enumerate(texts):
+            close(ours[b], plain(theirs, text + new[b].tolist())[len(text) :])
+            text += new[b, : kept[b]].tolist()
+        slab.commit(torch.tensor(kept))
+    check_tree(of, theirs, slab, texts)
+
+
+PARENTS = [[-1, 0, 0, 1, 1, 2, 4], [-1, 0, 1, 2, 3, 4, 5], [-1, 0, 0, 0, 2, 2, 3]]
+ACCEPTED = [[0, 1, 4, 6], [0, 1, 2, 3], [0, 2, 4, 4]]  # row 2 keeps three
+
+
+def path_to(parents: list[int], node: int) -> list[int]:
+    """Nodes from the root to `node`."""
+    return [] if node < 0 else [*path_to(parents, parents[node]), node]
+
+
+@torch.no_grad()
+def check_tree(of: Target, theirs: Any, slab: Slab, texts: list[list[int]]) -> None:
+    """Each of seven nodes, in another tree per row, as its path alone; then a path made a chain."""
+    tokens = random_tokens(3, 7, seed=77)
+    ours = of.head(of(tokens, tree_step(slab, *tree_shape(torch.tensor(PARENTS)))).final)
+    for b, text in enumerate(texts):
+        for node in range(7):
+            path = [int(tokens[b, i]) for i in path_to(PARENTS[b], node)]
+            close(ours[b, node], plain(theirs, text + path)[-1])
+    slab.gather(slab.length, torch.tensor(ACCEPTED))
+    kept = (4, 4, 3)
+    for b, text in enumerate(texts):
+        text += [int(tokens[b, i]) for i in ACCEPTED[b][: kept[b]]]
+    slab.commit(torch.tensor(kept))
+    more = random_tokens(3, 2, seed=5)
+    ours = of.head(of(more, chain_step(slab, 2)).final)
+    for b, text in enumerate(texts):
+        close(ours[b], plain(theirs, text + more[b].tolist())[-2:])
+
+
+@every
+def test_features_are_hidden_states(family: str) -> None:
+    """Faults: the wrong layer, the last one after its norm, a hook on the wrong module."""
+    check_features(*pair(family))
+
+
+@every
+def test_head_gives_the_logits(family: str) -> None:
+    """Faults: final norm, logit scale or softcap left out."""
+    check_head(*pair(family))
+
+
+@every
+def test_packed_samples(family: str) -> None:
+    """Faults: attention across samples, positions that run on, windows over slots."""
+    check_packed(*pair(family))
+
+
+@every
+def test_slab_equals_plain_forwards(family: str) -> None:
+    """Faults: stale slots, padding seen, a window cut by slot, a sibling or a wrong depth seen."""
+    check_slab(*pair(family))
+
+
+@torch.no_grad()
+def test_softcap_and_windows_matter() -> None:
+    """Fault: tests that pass because the tiny models never reach their caps and windows."""
+    of, _ = pair("Gemma3 mixed")
+    position = torch.arange(14).unsqueeze(0)
+    final = of(random_tokens(1, 14), packed_step(position, position * 0)).final
+    assert of.lm_head(of.norm(final)).abs().max() > 9 > of.head(final).abs().max()
+    text = random_tokens(40).tolist()
+    other = [(text[0] + 1) % tiny.VOCAB, *text[1:]]
+    for family in ("Gemma3", "Mistral"):
+        hf = pair(family)[1]
+        change = (plain(hf, text) - plain(hf, other)).abs().amax(1)
+        assert change[7] > 0.1 and change[L * 7 + 1 :].max() == 0  # how far four windows reach
+
+
+def test_tree_shape() -> None:
+    """Faults: depth from the wrong end; a grandparent lost in the squaring."""
+    depth, ancestors = tree_shape(torch.tensor(PARENTS))
+    for b, parents in enumerate(PARENTS):
+        for node in range(7):
+            path = path_to(parents, node)
+            assert depth[b, node] == len(path) - 1
+            assert ancestors[b, node].nonzero().flatten().tolist() == path
+    long = torch.arange(-1, 32).unsqueeze(0)
+    assert tree_shape(long)[0].equal(torch.arange(33).unsqueeze(0))
+
+
+def test_slab_refuses_what_does_not_fit() -> None:
+    """Fault: tokens past the capacity overwrite the last slot and nobody is told."""
+    of = tiny.target()
+    with pytest.raises(UserError, match="cache: 9 positions needed, 8 allocated"):
+        of(random_tokens(1, 9), chain_step(Slab(1, 8, of.device), 9))
+
+
+# The self-test
+
+
+def without_norm(self: CausalLM, final: Tensor) -> Tensor:
+    return self.lm_head(final)
+
+
+@contextmanager
+def registered(mask: Callable | None = None, attend: Callable | None = None) -> Iterator[None]:
+    """Other functions under draftsmith's name, as long as it lasts."""
+    AttentionMaskInterface.register(attention.NAME, mask or attention._mask)
+    AttentionInterface.register(attention.NAME, attend or attention._attention)
+    try:
+        yield
+    finally:
+        AttentionMaskInterface.register(attention.NAME, attention._mask)
+        AttentionInterface.register(attention.NAME, attention._attention)
+
+
+def without_window(*args: Any, mask_function: Callable, **kwargs: Any) -> Tensor:
+    return attention._mask(*args, mask_function=lambda b, h, q, kv: kv <= q, **kwargs)
+
+
+def sees_next(*args: Any, mask_function: Callable, **kwargs: Any) -> Tensor:
+    return attention._mask(*args, mask_function=lambda b, h, q, kv: kv <= q + 1, **kwargs)
+
+
+def scaled(*args: Any, scaling: float | None = None, **kwargs: Any) -> Any:
+    return attention._attention(*args, scaling=1.1 * (scaling or 8**-0.5), **kwargs)
+
+
+def regrouped(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return attention._attention(module, query.roll(1, dims=1), *args, **kwargs)
+
+
+def prove(family: str) -> None:
+    """What construction does: the target's self-test."""
+    Target(build(family), tiny.tokenizer(), tiny.source())
+
+
+@every
+def test_self_test_needs_the_final_norm(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: a self-test that is blind to the norm that users forget most."""
+    monkeypatch.setattr(CausalLM, "head", without_norm)
+    with pytest.raises(UserError, match="logits through draftsmith.* differ"):
+        prove(family)
+
+
+@pytest.mark.parametrize(
+    ("family", "fault"),
+    [
+        *((family, {"mask": sees_next}) for family in FAMILIES),
+        *((family, {"attend": scaled}) for family in FAMILIES),
+        *((family, {"attend": regrouped}) for family in FAMILIES),
+        *((family, {"mask": without_window}) for family in ("Gemma3", "Mistral", "GptOss")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value.values())).__name__,
+)
+def test_self_test_needs_mask_and_scaling(family: str, fault: dict[str, Callable]) -> None:
+    """Fault: a self-test too weak, or too short, to see attention that is a little wrong."""
+    with registered(**fault), pytest.raises(UserError, match="logits through draftsmith.* differ"):
+        prove(family)
+
+
+FOREIGN: dict[str, dict[str, Any]] = {
+    "Bloom": {"n_layer": 2, "n_head": 4},
+    "Falcon": {"num_hidden_layers": 2, "alibi": True},
+    "GPTJ": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
+    "Mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4},
+    "Mamba": {"num_hidden_layers": 2},
+    "Llama4Text": {"num_hidden_layers": 4, "num_key_value_heads": 2, "intermediate_size": 64},
+}
+
+
+BLIND = pytest.mark.xfail(
+    strict=True,
+    reason="the self-test is teacher-forced only, and the model's own attention is right",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "Llama4Text" else pytest.param(n, marks=BLIND) for n in FOREIGN]
+)
+def test_unsupported_families_are_refused(name: str) -> None:
+    """Fault: a model that keeps its own attention, or has none, is read as if it used ours.
+
+    Its teacher-forced logits are right, and those over the slab, in trees and packed are not.
+    """
+    sizes = {"vocab_size": tiny.VOCAB, "hidden_size": 32, "num_attention_heads": 4}
+    config = getattr(transformers, f"{name}Config")(**sizes | FOREIGN[name])
+    with pytest.raises(UserError, match="not supported") as caught:
+        Target(random_model(config), tiny.tokenizer(), tiny.source())
+    assert "\n" not in str(caught.value)
+
+
+# Loading
+
+
+def folder_of(folder: Path, family: str = "Llama", eos: int | list[int] | None = tiny.EOS) -> str:
+    hf = build(family)
+    hf.generation_config.eos_token_id = eos
+    hf.save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_load_reads_a_folder(family: str, tmp_path: Path) -> None:
+    """Faults: half precision on the CPU, dropout or gradients on, an identity that says nothing."""
+    of = Target.load(folder_of(tmp_path, family))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    check_head(of, theirs)
+    assert (of.dtype, of.training, of.num_layers) == (torch.float32, False, L)
+    assert not any(p.requires_grad for p in of.parameters())
+    about = of.identity()
+    assert (about["vocab_size"], about["hidden_size"], about["num_layers"]) == (tiny.VOCAB, 32, L)
+    assert about["tokenizer_hash"] == tiny.target().identity()["tokenizer_hash"]
+    assert about["spec"] == str(tmp_path) and len(about["revision"]) == 64
+    assert of.max_positions == 512
+
+
+@pytest.mark.parametrize(("eos", "ids"), [(1, [1]), ([1, 5], [1, 5]), (None, [1])])
+def test_eos_ids(eos: Any, ids: list[int], tmp_path: Path) -> None:
+    """Fault: a chat model's second end token is lost, and texts run on past it."""
+    folder = folder_of(tmp_path, eos=eos)
+    assert Target.load(folder).eos_ids == ids
+
+
+def test_reading_a_batch_keeps_no_graph() -> None:
+    """Fault: memory that grows with every batch."""
+    of = tiny.target()
+    text = tiny.texts(of, Sampler(), count=1, tokens=6)[0]
+    made = [False] * len(text.prompt) + [True] * len(text.tokens)
+    batch = batch_of([(text.prompt + text.tokens, made)], Sampler())
+    of.read(batch, [1, "normed"])
+    assert batch.final is not None and batch.features.keys() == {"1", "normed"}
+    assert not any(t.requires_grad for t in (batch.final, *batch.features.values()))
+
+
+def test_load_refuses(tmp_path: Path) -> None:
+    """Fault: a stack trace for a folder that is no model, or one without its tokenizer."""
+    folder = Path(folder_of(tmp_path / "model"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    about = json.loads((folder / "config.json").read_text())
+    with pytest.raises(UserError) as caught:
+        Target.load(str(folder))
+    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+    tiny.tokenizer().save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(about | {"model_type": "nonesuch"}))
+    with pytest.raises(UserError, match="transformers cannot load it") as caught:
+        Target.load(str(folder))
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,335 @@
+"""Replay: from ratios to expected passes, and from a drafter and a text to ratios.
+
+The recursion is checked against the enumeration of every walk, the ratios against float64 laws of
+models that draftsmith never touched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import reference
+import tiny
+import toys  # noqa: F401  (registers the toy families)
+from draftsmith.drafters.base import Drafter, family
+from draftsmith.drafters.batch import Batch, batch_of
+from draftsmith.drafters.sampling import Sampler
+from draftsmith.eval.replay import Table, moments, replay, summarise, tables
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "small": {"layers": [0, 1, 3]},
+    "eagle": {"taps": [1, 4, "normed"], "draft_vocab": 9},
+    "ngram": {"max_n": 2},
+    "toy-medusa": {"first": 4},
+}
+
+
+def table_of(rows: list[list[float]], depths: int, prompt: int = 0, junk: float = 0.7) -> Table:
+    """A table of ragged rows, one per anchor; what does not exist holds junk. Text: rows + 1."""
+    ratio = np.full((len(rows) + 1, depths), junk)
+    for i, row in enumerate(rows):
+        ratio[i, : len(row)] = row
+    limit = np.array([len(row) for row in rows] + [0])
+    return Table(ratio, limit, np.full_like(ratio, np.inf), prompt)
+
+
+def random_rows(seed: int) -> tuple[list[list[float]], int]:
+    """Ratios of a text of 2 to 10 tokens; often 0 or 1, often fewer depths than there is room."""
+    rng = np.random.default_rng(seed)
+    tokens, depths = int(rng.integers(2, 11)), int(rng.integers(1, 5))
+    rows = []
+    for i in range(tokens - 1):
+        room = min(depths, tokens - 1 - i)
+        length = room if rng.random() < 0.7 else int(rng.integers(0, room + 1))
+        row = rng.random(length)
+        row[rng.random(length) < 0.2] = 1.0
+        row[rng.random(length) < 0.1] = 0.0
+        rows.append(row.tolist())
+    return rows, depths
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_moments_against_every_walk(seed: int) -> None:
+    """Mean and variance of passes and of each depth's acceptances, and alpha, by enumeration."""
+    rows, depths = random_rows(seed)
+    for k in range(1, depths + 1):
+        found = moments(table_of(rows, depths), k)
+        shorter = [row[:k] for row in rows]
+        for i in range(k + 1):
+            mean, variance = reference.moments(
+                shorter, lambda m, i=i: 1.0 if i == 0 else float(m >= i)
+            )
+            assert found.mean[i] == pytest.approx(mean, abs=1e-12)
+            assert found.variance[i] == pytest.approx(variance, abs=1e-10)
+        for j in range(k):
+            if found.reached[j] > 0:
+                ours = found.survived[j] / found.reached[j]
+                assert ours == pytest.approx(reference.alpha(shorter, j), abs=1e-12)
+            else:  # no round that reached the depth had it
+                walks = list(reference.rounds(shorter))
+                assert not any(len(rows[a]) > j <= m for c, walk in walks for a, m in walk if c)
+
+
+def test_moments_by_hand() -> None:
+    """Three tokens, two to gain: half of all rounds do it in one pass, the others take two."""
+    found = moments(table_of([[0.5], [0.25]], 1), 1)
+    np.testing.assert_allclose(found.mean, [1.5, 0.625])
+    np.testing.assert_allclose(found.variance, [0.25, 0.625 * 0.375])
+    np.testing.assert_allclose([*found.reached, *found.survived], [1.5, 0.625])
+    assert table_of([[0.5], [0.25]], 1).tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "depths", "mean"),
+    [
+        ([], 2, [0, 0, 0]),  # prefill's token is all there is: no pass
+        ([[]], 2, [1, 0, 0]),  # one token, nothing proposed
+        ([[1.0]], 2, [1, 1, 0]),  # the draft that ends the text needs no token after it
+        ([[1.0, 1.0], [0.0], [0.0], []], 2, [2, 1, 1]),  # two accepted and a bonus, then one more
+        ([[0.0, 1.0], [0.0, 1.0], [0.0]], 2, [3, 0, 0]),  # depth 1 is never reached
+        ([[1.0, 0.0], [1.0], [1.0]], 2, [2, 2, 0]),
+        ([[1.0, 1.0, 1.0], [1.0], [1.0], [1.0]], 3, [1, 1, 1, 1]),
+    ],
+)
+def test_certain_walks_by_hand(rows: list[list[float]], depths: int, mean: list[int]) -> None:
+    """With ratios of 0 and 1 there is one walk: counts are integers without variance."""
+    found = moments(table_of(rows, depths), depths)
+    assert found.mean.tolist() == mean
+    assert found.variance.tolist() == [0.0] * (depths + 1)
+
+
+def test_alpha_weighs_anchors_by_rounds() -> None:
+    """Rounds start more often where the text is hard; the plain mean over anchors is biased."""
+    rows = [[1.0], [0.1], [0.0], [0.3]]
+    found = summarise([table_of(rows, 1)], 1)
+    # A round at 0 always skips row 1; row 2 always fails, and row 3 follows.
+    assert found.alpha == [pytest.approx((1.0 + 0.0 + 0.3) / 3)]
+    assert found.tau == pytest.approx(4 / 3)
+
+
+def test_tau_is_pooled() -> None:
+    """All tokens over all passes, not the mean of texts; texts without a pass do not count."""
+    long, short = [[1.0]] * 9, [[0.0], [0.0]]
+    empty = table_of([], 1, prompt=2)
+    found = summarise([table_of(long, 1), empty, table_of(short, 1, prompt=1)], 1)
+    assert found.tokens == 9 + 2 and found.passes == 5 + 2
+    assert found.tau == pytest.approx(11 / 7)
+    assert found.alpha == [pytest.approx(5 / (5 + 2))]  # by hand: rounds at 0, 2, .., 8 and 0, 1
+    assert np.isnan(summarise([empty], 1).tau)
+
+
+def random_texts(rng: np.random.Generator, prompts: int) -> list[Table]:
+    """Two texts a prompt; a prompt is easy or hard as a whole."""
+    out = []
+    for prompt in range(prompts):
+        easy = rng.random() < 0.5
+        for _ in range(2):
+            rows = [[1.0 if easy and rng.random() < 0.9 else 0.0] for _ in range(4)]
+            out.append(table_of(rows, 1, prompt))
+    return out
+
+
+def test_bootstrap_covers() -> None:
+    """About 95 in 100 intervals hold the true tau, with prompts as the unit of resampling."""
+    rng = np.random.default_rng(0)
+    # By hand: hard texts take 4 passes, easy ones n(4) where n(L) = 1 + 0.9 n(L-2) + 0.1 n(L-1).
+    truth = 4 / ((4 + 2.191) / 2)
+    hits = blind = 0
+    for _ in range(100):
+        found = random_texts(rng, 25)
+        low, high = summarise(found, 1, resamples=200).tau_ci
+        hits += low <= truth <= high
+        alone = [replace(t, prompt=i) for i, t in enumerate(found)]
+        low, high = summarise(alone, 1, resamples=200).tau_ci
+        blind += low <= truth <= high
+    assert 88 < hits < 100
+    assert blind < hits - 4, "texts of one prompt are not independent"
+
+
+def test_bootstrap_keeps_a_prompts_texts_together() -> None:
+    """The same texts twice over, under the same prompts, tell nothing new."""
+    once = random_texts(np.random.default_rng(1), 12)
+    assert summarise(once + once, 1).tau_ci == pytest.approx(summarise(once, 1).tau_ci)
+
+
+@cache
+def drafter(name: str, family_name: str = "Llama") -> Drafter:
+    """Random weights, scaled up so that laws are peaked."""
+    cls, target = family(name), tiny.target(family_name, vocab=VOCAB)
+    counts = torch.arange(target.vocab_size) * 7 % 11
+    torch.manual_seed(3)
+    made = cls.create(target, cls.Config(**SETTINGS.get(name, {})), counts)
+    with torch.no_grad():
+        for weight in made.parameters():
+            if weight.requires_grad:
+                weight += (0.03 if name == "small" else 0.2) * torch.randn_like(weight)
+    return made.eval()
+
+
+VOCAB = 12  # few tokens: random drafters are right at times
+DRAFTERS = ("ngram", "small", "eagle")
+SAMPLERS = {
+    "plain": Sampler(1.0),
+    "cut": Sampler(0.7, top_k=8, top_p=0.97),
+    "greedy": Sampler(0.0),
+}
+
+
+@cache
+def own_text(family_name: str, sampler: Sampler, tokens: int = 13) -> tuple[list[int], int]:
+    """A text of the target itself, after a prompt that repeats itself, and the prompt's length."""
+    prompts = [prompt * 2 for prompt in tiny.prompts(30, 4, VOCAB)]
+    decoder = tiny.Decoder(tiny.target(family_name, vocab=VOCAB))
+    texts = decoder.generate(prompts, sampler, tokens, seed=2)
+    text = max(texts, key=lambda t: (len(t.tokens), len(set(t.tokens))))  # the most varied one
+    return text.prompt + text.tokens, len(text.prompt)
+
+
+def flags(of: list[int], start: int) -> list[bool]:
+    return [i >= start for i in range(len(of))]
+
+
+def read(name: str, family_name: str, batch: Batch) -> tuple[Drafter, Batch]:
+    made = drafter(name, family_name)
+    return made, made.target.read(batch, made.taps)
+
+
+def plain_small(made: Drafter) -> Any:
+    """The draft model's weights in a float64 model with transformers' own attention."""
+    own: Any = made.lm.hf  # type: ignore[union-attr]
+    hf = AutoModelForCausalLM.from_config(type(own.config)(**own.config.to_dict()))
+    hf.load_state_dict(own.state_dict())
+    return hf.double().eval()
+
+
+@pytest.mark.parametrize("sampler_name", SAMPLERS)
+@pytest.mark.parametrize(
+    ("name", "family_name"),
+    [("ngram", "Llama"), ("small", "Llama"), ("small", "Gemma3"), ("eagle", "Llama"),
+     ("eagle", "Qwen3"), ("eagle", "Gemma3")],
+)  # fmt: skip
+def test_ratios_against_float64_laws(name: str, family_name: str, sampler_name: str) -> None:
+    """min(1, q/p) at the text's own tokens, for every anchor and depth; 1[argmax q = x] at 0."""
+    sampler, depths = SAMPLERS[sampler_name], 3
+    tokens, root = own_text(family_name, sampler)
+    cuts = (sampler.temperature, sampler.top_k, sampler.top_p)
+    made, batch = read(name, family_name, batch_of([(tokens, flags(tokens, root))], sampler))
+    hf = tiny.hf_model(family_name, vocab=VOCAB).double()
+    if name == "small":
+        hf_small = plain_small(made)
+
+    def draft(anchor: int, depth: int) -> Any:
+        if name == "small":
+            return reference.small_law(hf_small, tokens, anchor, depth, cuts)
+        if name == "eagle":
+            config = made.config.model_dump()
+            return reference.eagle_law(made.weights(), config, hf, tokens, anchor, depth, cuts)
+        guess = reference.ngram_guess(tokens, anchor, 2, 1, depths)
+        return guess[depth] if depth < len(guess) else None
+
+    known = reference.ratios(reference.target_laws(hf, tokens, cuts), tokens, root, depths, draft)
+    (table,) = tables(made, batch, depths)
+    assert len(table.limit) == len(tokens) - root and table.prompt == 0
+    assert table.limit.tolist() == [len(row) for row in known] + [0]
+    for found, row in zip(table.ratio, known, strict=False):
+        np.testing.assert_allclose(found[: len(row)], np.minimum(row, 1.0), atol=2e-4)
+    values = {round(min(r, 1.0), 3) for row in known for r in row}
+    assert max(values) > 0.3 and min(values) < 0.3, "a table that says nothing"
+    assert values == {0, 1} or (name != "ngram" and not sampler.greedy and len(values) > 2)
+    passes = reference.expected_passes(known)
+    assert summarise([table], depths).passes == pytest.approx(passes, abs=1e-3)
+
+
+def same(found: Table, known: Table) -> None:
+    """Equal tables, but for the prompt's number."""
+    np.testing.assert_array_equal(found.limit, known.limit)
+    exists = np.arange(found.ratio.shape[1]) < found.limit[:, None]
+    np.testing.assert_allclose(found.ratio[exists], known.ratio[exists], atol=2e-5)
+    np.testing.assert_allclose(found.gap[exists], known.gap[exists], atol=1e-3, rtol=1e-4)
+
+
+def spans(made: list[bool]) -> list[tuple[int, int]]:
+    """(first, one past the last) of each run of True."""
+    edges = [i for i in range(len(made) + 1) if (i and made[i - 1]) != (i < len(made) and made[i])]
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+CHAT = [False] * 4 + [True] * 6 + [False] + [True] * 5 + [False] * 3 + [True] + [False, True, True]
+SHORT = [False, True, True, True]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_each_turn_is_its_own_text(name: str) -> None:
+    """A span's table is that of a text which ends with it and has all before it as its prompt."""
+    tokens = tiny.prompts(1, 5, VOCAB)[0] * 8
+    tokens = tokens[: len(CHAT)]
+    made, batch = read(name, "Llama", batch_of([(tokens, CHAT), (tokens[:4], SHORT)], Sampler()))
+    found = tables(made, batch, 3, first_prompt=5)
+    assert [len(t.limit) for t in found] == [6, 5, 1, 2, 3]
+    assert [t.prompt for t in found] == [5, 5, 5, 5, 6], "turns of one sample are one prompt"
+    for table, (first, end) in zip(found, spans(CHAT), strict=False):
+        alone = batch_of([(tokens[:end], flags(tokens[:end], first))], Sampler())
+        (known,) = tables(made, read(name, "Llama", alone)[1], 3)
+        same(table, known)
+
+
+def pack(rows: list[list[tuple[list[int], list[bool]]]]) -> Batch:
+    """Several samples in each row, positions starting anew, padding at the end."""
+    width = 2 + max(sum(len(ids) for ids, _ in row) for row in rows)
+    tokens = torch.zeros(len(rows), width, dtype=torch.long)
+    position, segment = torch.zeros_like(tokens), torch.full_like(tokens, -1)
+    made = torch.zeros_like(tokens, dtype=torch.bool)
+    for b, row in enumerate(rows):
+        at = 0
+        for s, (ids, own) in enumerate(row):
+            here = slice(at, at := at + len(ids))
+            tokens[b, here], made[b, here] = torch.tensor(ids), torch.tensor(own)
+            position[b, here], segment[b, here] = torch.arange(len(ids)), s
+    return Batch(tokens, position, segment, made)
+
+
+@pytest.mark.parametrize("name", [*DRAFTERS, "toy-block", "toy-medusa"])
+def test_packed_segments_are_split(name: str) -> None:
+    """A packed sample gives the table that it gives alone; nothing runs over a boundary."""
+    ids = [tokens * 8 for tokens in tiny.prompts(4, 7, VOCAB)]
+    samples = [
+        (ids[0][:9], flags(ids[0][:9], 3)),
+        (ids[1][: len(CHAT)], CHAT),
+        (ids[2][:5], flags(ids[2][:5], 1)),  # a prompt of one token, right after another sample
+        (ids[3][:6], flags(ids[3][:6], 5)),  # one token of prefill: a text, but no pass
+    ]
+    made, batch = read(name, "Llama", pack([[samples[0], samples[1]], [samples[2], samples[3]]]))
+    found = tables(made, batch, 3)
+    assert [t.prompt for t in found] == [0, 1, 1, 1, 1, 2, 3]
+    known = []
+    for sample in samples:
+        known += tables(made, read(name, "Llama", batch_of([sample], Sampler()))[1], 3)
+    assert len(found) == len(known)
+    for table, alone in zip(found, known, strict=True):
+        same(table, alone)
+
+
+@pytest.mark.parametrize("name", ["small", "toy-block"])
+def test_replay_at_every_length(name: str) -> None:
+    """Lengths 1..k over several batches: each as if it alone had been asked for."""
+    texts = [(t * 3, flags(t * 3, 4)) for t in tiny.prompts(4, 9, VOCAB)]
+    batches = [read(name, "Llama", batch_of(some, Sampler()))[1] for some in (texts[:3], texts[3:])]
+    made = drafter(name)
+    found = replay(made, batches, 3)
+    assert list(found) == [1, 2, 3]
+    for k, result in found.items():
+        parts = [t for batch in batches for t in tables(made, batch, k)]
+        assert result.passes == pytest.approx(sum(moments(t, k).mean[0] for t in parts))
+        assert result.tokens == sum(len(ids) - 5 for ids, _ in texts) and result.k == k
+        assert [t.prompt for t in result.tables] == [0, 1, 2, 3]
+        assert not result.biased
+    assert found[1].passes > found[3].passes
+    batches[1].foreign = True
+    assert replay(made, batches, 1)[1].biased

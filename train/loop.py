@@ -81,6 +81,8 @@ class Trainer:
         """Trains to the last step, or to SIGTERM; saves on either."""
         recipe = self.recipe
         resumed = self._resume()
+        if resumed:
+            self._mark_best()  # it may have been killed just before it did
         if self.step >= recipe.steps and self._replayed():
             self._say(f"{recipe.folder} is finished; {self._best_line()}")
             return 0
@@ -124,9 +126,14 @@ class Trainer:
         found = [m for m in self._replays() if m["step"] > 0]
         return max(found, key=lambda m: m["tau"]) if found else None
 
+    def _mark_best(self) -> None:
+        if self.accelerator.is_main_process and (best := self._best()):
+            checkpoint.mark_best(self.recipe.folder, best["step"])
+
     def _best_line(self) -> str:
         best = self._best()
-        assert best is not None
+        if best is None:  # the main process has yet to write it
+            return "none is replayed"
         return f"best is checkpoint-{best['step']}, replay tau {best['tau']:.3f} at k={best['k']}"
 
     def _step(self) -> tuple[Sums, float]:
@@ -207,8 +214,7 @@ class Trainer:
             seconds=self._seconds(),
             biased=result.biased,
         )
-        if self.accelerator.is_main_process and (best := self._best()):
-            checkpoint.mark_best(recipe.folder, best["step"])
+        self._mark_best()
 
     def _log(self, norm: float, speed: float) -> None:
         window, self.window = self.window, Sums.zero(self.depths)
@@ -241,7 +247,6 @@ class Trainer:
             "schedule": self.schedule.state_dict(),
             "tokens": self.tokens,
             "seconds": self._seconds(),
-            "tau": self.tau,
             "coefficients": self.coefficients,
             "window": asdict(self.window),
         }
@@ -263,7 +268,9 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         self.cursor = Cursor(**state["cursor"])
-        self.step, self.tokens, self.tau = state["step"], state["tokens"], state["tau"]
+        self.step, self.tokens = state["step"], state["tokens"]
+        taus = [m["tau"] for m in self._replays() if m["step"] <= self.step]
+        self.tau = taus[-1] if taus else self.tau
         self.began -= state["seconds"]
         self.coefficients = state["coefficients"]
         self.window = Sums(**state["window"])

@@ -1,0 +1,215 @@
+"""Recipes: what a user can get wrong in one, and what each mistake is answered with.
+
+A key that is ignored trains something else than was asked for, hours long and silently; so every
+key is known, and every refusal is one line that names file, key and remedy.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.sampling import Sampler
+from draftsmith.train import recipe
+
+RECIPES = sorted((Path(__file__).resolve().parents[1] / "recipes").glob("*.yaml"))
+GOOD: dict[str, Any] = {"name": "mine", "drafter": "eagle", "steps": 10}
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    """A recipe file: GOOD with changes; a key changed to None is left out."""
+    keys = {key: value for key, value in (GOOD | changes).items() if value is not None}
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump(keys))
+    return path
+
+
+def refusal(path: Path | str, *overrides: str) -> str:
+    """The one line with which a recipe is refused."""
+    with pytest.raises(UserError) as error:
+        recipe.load(path, overrides)
+    line = str(error.value)
+    assert "\n" not in line and line.strip() == line and len(line) < 400, line
+    return line
+
+
+def test_a_good_recipe_and_its_defaults(tmp_path: Path) -> None:
+    read = recipe.load(write(tmp_path, taps=[1, 2], temperature=0.5))
+    assert (read.name, read.drafter, read.steps, read.loss) == ("mine", "eagle", 10, "kl")
+    assert read.sampler == Sampler(0.5)
+    assert read.folder == Path("runs/mine")
+    assert read.drafter_config().model_dump(exclude_unset=True) == {"taps": [1, 2]}
+
+
+def test_the_written_recipe_is_read_as_the_same(tmp_path: Path) -> None:
+    """runs/NAME/recipe.yaml is compared on resume: what it holds must survive the file."""
+    block = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "num_kv_heads": 2}
+    block |= {"head_dim": 8, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_positions": 512}
+    given = write(tmp_path, draft_vocab=32, lr=1e-5, taps=[1, "normed"], block=block)
+    read = recipe.load(given)
+    path = tmp_path / "again.yaml"
+    path.write_text(yaml.safe_dump(read.flat()))
+    assert recipe.load(path) == read
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("step", "steps"),
+        ("learning_rate", None),
+        ("warm_up", "warmup"),
+        ("draft_vocabulary", "draft_vocab"),
+        ("temprature", "temperature"),
+        ("Depths", "depths"),
+        ("settings", None),  # the model's own field, no key of a file
+    ],
+)
+def test_an_unknown_key_names_near_ones(tmp_path: Path, key: str, near: str | None) -> None:
+    path = write(tmp_path, **{key: 3})
+    line = refusal(path)
+    assert str(path) in line and repr(key) in line
+    if near:
+        assert "did you mean" in line and re.search(rf"\b{near}\b", line.split("mean")[1])
+
+
+def test_an_unknown_key_in_an_override(tmp_path: Path) -> None:
+    assert "'stepz'" in refusal(write(tmp_path), "stepz=3")
+
+
+@pytest.mark.parametrize(
+    ("drafter", "key"), [("eagle", "layers"), ("eagle", "lora_rank"), ("small", "draft_vocab")]
+)
+def test_a_key_of_another_family(tmp_path: Path, drafter: str, key: str) -> None:
+    """`layers` beside drafter: eagle would be ignored, and the user would never know."""
+    line = refusal(write(tmp_path, drafter=drafter, **{key: 1}))
+    assert repr(key) in line and drafter in line
+
+
+@pytest.mark.parametrize("key", ["drafter", "steps", "name"])
+def test_a_missing_key(tmp_path: Path, key: str) -> None:
+    path = write(tmp_path, **{key: None})
+    line = refusal(path)
+    assert str(path) in line and f"{key}:" in line
+    assert "eagle'" not in line, "the line must not print the whole recipe"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("steps", "ten"),
+        ("steps", 0),
+        ("steps", 1.5),
+        ("k", 0),
+        ("k", -1),
+        ("depths", 0),
+        ("lr", "fast"),
+        ("lr", 0),
+        ("lr", float("nan")),
+        ("decay", 0),
+        ("decay", 1.5),
+        ("loss", "cross_entropy"),
+        ("warmup", 1),
+        ("clip", 0),
+        ("rows", []),
+        ("length", 4),
+        ("heldout", 0),
+        ("save_every", 0),
+        ("max_new_tokens", 0),
+        ("tracker", "tensorboard"),
+        ("name", "../elsewhere"),
+        ("name", ".."),
+        ("name", ""),
+        ("target", 3),
+        ("taps", "all"),
+        ("taps", [1.5]),
+        ("draft_vocab", 0),
+        ("head", "frozen"),
+        ("block", {"hidden": 3}),
+        ("temperature", -0.5),
+        ("temperature", float("nan")),
+        ("temperature", "warm"),
+        ("top_k", -1),
+        ("top_p", 0),
+        ("top_p", 1.5),
+    ],
+)
+def test_a_wrong_value(tmp_path: Path, key: str, value: Any) -> None:
+    path = write(tmp_path, **{key: value})
+    line = refusal(path)
+    assert str(path) in line and f"{key}" in line.removeprefix(str(path))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "words"),
+    [("ngram", "nothing to train"), ("eagel", "known are"), (["eagle"], "name a family")],
+)
+def test_a_drafter_that_cannot_be_trained(tmp_path: Path, drafter: Any, words: str) -> None:
+    path = write(tmp_path, drafter=drafter)
+    line = refusal(path)
+    assert str(path) in line and "drafter" in line and words in line
+
+
+def test_overrides(tmp_path: Path) -> None:
+    """Typed as YAML would be, the last one winning; 5e-4 is text to YAML 1.1, but a number here."""
+    read = recipe.load(
+        write(tmp_path, lr=0.1),
+        ["lr=5e-4", "steps=3", "taps=[1, normed]", "draft_vocab=null", "steps=4", "samples=a=b"],
+    )
+    assert (read.lr, read.steps, read.samples) == (5e-4, 4, "a=b")
+    assert read.settings == {"taps": [1, "normed"], "draft_vocab": None}
+
+
+@pytest.mark.parametrize("item", ["steps", "=3", "", "lr=[1", "--steps"])
+def test_an_override_that_is_none(tmp_path: Path, item: str) -> None:
+    assert item in refusal(write(tmp_path), item)
+
+
+@pytest.mark.parametrize("content", ["a: [1", "a: b: c", "\tname: x", "- name\n- steps", "", "7"])
+def test_a_file_that_is_no_recipe(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(content)
+    assert str(path) in refusal(path)
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(b"\xff\xfe\x00name")
+    assert str(path) in refusal(path)
+
+
+@pytest.mark.parametrize("name", ["no-such-recipe", "folder/none.yaml", "."])
+def test_no_such_recipe(name: str) -> None:
+    line = refusal(name)
+    assert name in line and "smol-eagle3" in line, "the shipped ones are named"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_shipped_recipes(path: Path) -> None:
+    """Each parses, by its bare name too, is called what its file is called, and says how to run it.
+
+    The header's command must be one that works: its recipe exists and its overrides are keys.
+    """
+    read = recipe.load(path)
+    assert recipe.load(path.stem) == read
+    assert read.name == path.stem
+    header = [
+        line for line in path.read_text().split("\nname:")[0].splitlines() if line.startswith("#")
+    ]
+    commands = [
+        line for line in header if "draftsmith train " in line or "draftsmith.train " in line
+    ]
+    assert commands, f"{path.name}: no command in its header"
+    for line in commands:
+        words = re.split(r"draftsmith[ .]train ", line)[1].split()
+        assert words[0] == path.stem
+        recipe.load(words[0], [word for word in words[1:] if re.match(r"^\w+=\S", word)])
+
+
+def test_there_are_shipped_recipes() -> None:
+    """The parametrised test above passes on an empty folder."""
+    assert {"smol-eagle3"} <= {path.stem for path in RECIPES}

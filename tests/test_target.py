@@ -313,9 +313,9 @@ def test_self_test_needs_mask_and_scaling(family: str, fault: dict[str, Callable
 FOREIGN: dict[str, dict[str, Any]] = {
     "Bloom": {"n_layer": 2, "n_head": 4},
     "Falcon": {"num_hidden_layers": 2, "alibi": True},
-    "GPTJ": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
     "Mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4},
     "Mamba": {"num_hidden_layers": 2},
+    "Qwen3Next": {**EXPERTS, "num_hidden_layers": 4, "head_dim": 8, "num_key_value_heads": 2},
     "Llama4Text": {"num_hidden_layers": 4, "num_key_value_heads": 2, "intermediate_size": 64},
 }
 

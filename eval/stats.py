@@ -34,7 +34,8 @@ class RowStats:
     the text's token after the sampler, -inf where it is cut or cannot be proposed; logq at
     temperature 0 is 0 where x is q's argmax, else -inf. kl: KL(p || q) over the kept tokens,
     before truncation, finite everywhere; p is the true p, so missing mass counts as rejected.
-    gap (no gradient): between q's two largest logits, over which an fp32 tie is recognised.
+    gap (no gradient): at temperature 0 the distance of q's two largest logits, by which an fp32 tie
+    is recognised; inf elsewhere.
 
     At temperature 0 alpha and kl take p as one-hot and q at temperature 1, so that they can be
     trained on; logp and logq are the serving law's.
@@ -162,7 +163,8 @@ class _Stats(torch.autograd.Function):
         log_raw = torch.log_softmax(z, dim=-1)  # (n, Vd)
         cut = not sampler.greedy and (sampler.top_k > 0 or sampler.top_p < 1.0)
         log_q = torch.log_softmax(sampler.cut(z), dim=-1) if cut else log_raw
-        p, p_raw = served[which], raw[which]
+        p = served[which]
+        p_raw = p if raw is served else raw[which]
         q = log_q.exp()
         alpha = torch.minimum(p, q).sum(1)
         known = draft_token >= 0
@@ -170,28 +172,37 @@ class _Stats(torch.autograd.Function):
         if sampler.greedy:
             hit = argmax(draft_logits) == draft_token
             logq = torch.where(hit, 0.0, float("-inf"))
+            top = draft_logits.float().topk(min(2, draft_logits.shape[1]), dim=1).values
+            gap = top[:, 0] - top[:, -1]
         else:
             logq = torch.where(known, log_q.gather(1, at).squeeze(1), float("-inf"))
-        # p log p - p log q, with 0 log 0 = 0
-        kl = (torch.special.xlogy(p_raw, p_raw) - p_raw * log_raw).sum(1)
-        top = draft_logits.detach().float().topk(min(2, draft_logits.shape[1]), dim=1).values
-        gap = top[:, 0] - top[:, -1]
+            gap = torch.full_like(alpha, float("inf"))
+        # p log p (once a position, 0 log 0 = 0) - p log q
+        kl = torch.special.xlogy(raw, raw).sum(1)[which] - (p_raw * log_raw).sum(1)
         # A token that q cuts has no gradient: its log-probability is -inf on a whole neighbourhood.
         ctx.save_for_backward(q, log_raw, p, p_raw, at, known & logq.isfinite())
         ctx.temperature, ctx.greedy = T, sampler.greedy
         ctx.mark_non_differentiable(gap)
+        ctx.set_materialize_grads(False)  # a loss uses few of the scalars: the rest stay None
         return alpha, logq, kl, gap
 
     @staticmethod
     def backward(
-        ctx: Any, g_alpha: Tensor, g_logq: Tensor, g_kl: Tensor, g_gap: Tensor
+        ctx: Any,
+        g_alpha: Tensor | None,
+        g_logq: Tensor | None,
+        g_kl: Tensor | None,
+        g_gap: None,
     ) -> tuple[Tensor | None, ...]:
         q, log_raw, p, p_raw, at, known = ctx.saved_tensors
-        below = (q <= p).float() * q
-        grad = g_alpha.unsqueeze(1) * (below - q * below.sum(1, keepdim=True))
-        kept = p_raw.sum(1, keepdim=True)
-        grad += g_kl.unsqueeze(1) * (log_raw.exp() * kept - p_raw)
-        if not ctx.greedy:  # at temperature 0 logq is a step function
+        grad = torch.zeros_like(q)
+        if g_alpha is not None:
+            below = torch.where(q <= p, q, 0.0)
+            grad += g_alpha.unsqueeze(1) * (below - q * below.sum(1, keepdim=True))
+        if g_kl is not None:
+            raw_q = log_raw.exp()
+            grad += g_kl.unsqueeze(1) * (raw_q.mul_(p_raw.sum(1, keepdim=True)).sub_(p_raw))
+        if g_logq is not None and not ctx.greedy:  # at temperature 0 logq is a step function
             g = torch.where(known, g_logq, 0.0).unsqueeze(1)
             grad -= g * q
             grad.scatter_add_(1, at, g)

@@ -220,8 +220,10 @@ def test_gap_by_hand() -> None:
     target, vocab = tiny.target(), VocabMap(V, torch.tensor([4, 9, 11]))
     final = torch.zeros(3, target.hidden_size)
     logits = torch.tensor([[1.0, 4.0, 3.5], [2.0, 2.0, 0.0], [-1.0, -7.0, -3.0]])
-    stats = row_stats(target, final, logits, torch.tensor([4, 4, 4]), vocab, Sampler())
+    stats = row_stats(target, final, logits, torch.tensor([4, 4, 4]), vocab, Sampler(0.0))
     torch.testing.assert_close(stats.gap, torch.tensor([0.5, 0.0, 2.0]))
+    stats = row_stats(target, final, logits, torch.tensor([4, 4, 4]), vocab, Sampler(1.0))
+    assert (stats.gap == float("inf")).all()
 
 
 def test_rows_that_share_a_position() -> None:

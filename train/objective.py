@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftsmith.drafters.base import Drafter, Guesses
 from draftsmith.drafters.batch import Batch, align
-from draftsmith.eval.stats import RowStats, chunk_stats, chunks
+from draftsmith.eval.stats import Chunk, RowStats, chunk_stats, chunks
 
 # Each loss is per row. -log alpha is clamped where nothing overlaps (Nebius, arXiv 2602.23881).
 LOSSES: dict[str, Callable[[RowStats], Tensor]] = {
@@ -37,11 +37,10 @@ class Objective:
         depth = torch.arange(exists.shape[-1], device=exists.device)
         return exists * self.decay**depth
 
-    def numerator(
-        self, stats: RowStats, cells: Callable[[Tensor], Tensor], exists: Tensor
-    ) -> Tensor:
-        """Weighted sum of the loss; cells lays per-row values out as the (c, K) table."""
-        return (cells(LOSSES[self.loss](stats)) * self.weights(exists)).sum()
+    def numerator(self, stats: RowStats, chunk: Chunk) -> Tensor:
+        """Weighted sum of the loss over the cells of a chunk."""
+        table = chunk.spread(LOSSES[self.loss](stats), 0.0)  # (c, K)
+        return (table * self.weights(chunk.exists)).sum()
 
 
 def denominator(batch: Batch, depths: int, objective: Objective) -> float:
@@ -83,7 +82,7 @@ def backward(
     sums = Sums.zero(depths)
     for chunk in chunks(batch, align(batch, depths), unroll, rows):
         stats = chunk_stats(drafter, batch, unroll, leaf, chunk)
-        value = objective.numerator(stats, lambda v, c=chunk: c.spread(v, 0.0), chunk.exists)  # type: ignore[misc]
+        value = objective.numerator(stats, chunk)
         (value / total).backward()
         alpha = chunk.spread(stats.alpha.detach(), 0.0)
         sums.add(Sums(value.item(), alpha.sum(0).cpu(), chunk.exists.sum(0).cpu()))

@@ -1,0 +1,302 @@
+"""Parity: what the decoder counts is what replay expects on the very text it wrote.
+
+Deterministic drafts agree as integers, prompt by prompt; sampled ones by z. Each planted fault
+breaks it: a check that nothing can fail proves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import reference
+import tiny
+import toys  # noqa: F401  (registers the toy families)
+from draftsmith.drafters.base import Drafter, Policy, family
+from draftsmith.drafters.batch import Batch, align, batch_of
+from draftsmith.drafters.eagle import Eagle
+from draftsmith.drafters.sampling import Noise, Purpose, Sampler
+from draftsmith.drafters.target import Target
+from draftsmith.eval.decoder import accept, loop
+from draftsmith.eval.decoder.accept import Accepted, Draws
+from draftsmith.eval.decoder.loop import Decoder
+from draftsmith.eval.decoder.text import Cutter, Round, Text
+from draftsmith.eval.parity import Parity, compare
+from draftsmith.eval.replay import Table, moments, tables
+
+VOCAB = 12
+GREEDY, PLAIN = Sampler(0.0), Sampler(1.0)
+CUT = Sampler(0.8, top_k=8, top_p=0.95)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "ngram": {"max_n": 2},
+    "small": {"layers": [0, 1, 3]},
+    "eagle": {"taps": [1, 2, 4], "draft_vocab": 10},
+    "toy-block": {},
+    "toy-medusa": {"first": 2},
+}
+
+
+def read(target: Target, texts: Sequence[Text], sampler: Sampler, drafter: Drafter) -> Batch:
+    """Decoded texts, teacher forced."""
+    flags = [[False] * len(t.prompt) + [True] * len(t.tokens) for t in texts]
+    pairs = [(t.prompt + t.tokens, made) for t, made in zip(texts, flags, strict=True)]
+    return target.read(batch_of(pairs, sampler), drafter.taps)
+
+
+def fit(drafter: Drafter, steps: int = 60) -> None:
+    """A little training on the target's own text: an untrained head gives no fault a grip."""
+    target = drafter.target
+    texts = tiny.texts(target, PLAIN, count=24, seed=11)
+    batch = read(target, texts, PLAIN, drafter)
+    found = align(batch, 3)
+    row = torch.arange(len(texts)).view(-1, 1, 1)
+    assert batch.final is not None
+    with torch.no_grad():
+        p = drafter.vocab.kept(target.head(batch.final)[row, found.compare][found.exists])
+    weights = [w for w in drafter.parameters() if w.requires_grad]
+    optimizer = torch.optim.Adam(weights, lr=1e-2)
+    for _ in range(steps):
+        unroll = drafter.unroll(batch, 3)
+        logits = drafter.logits(unroll.hidden, unroll.prev, unroll.depth)
+        rows = unroll.index[unroll.index >= 0]
+        loss = torch.nn.functional.kl_div(
+            logits[rows].log_softmax(-1), p.log_softmax(-1), log_target=True, reduction="batchmean"
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@cache
+def drafter_for(name: str, family_name: str) -> Drafter:
+    """Drafters that are often right, and often wrong."""
+    cls, target = family(name), tiny.target(family_name, vocab=VOCAB)
+    counts = (torch.arange(VOCAB) % 6 != 4).long()
+    torch.manual_seed(1)
+    made = cls.create(target, cls.Config(**SETTINGS[name]), counts)
+    if name == "small":
+        with torch.no_grad():
+            for weight in made.parameters():
+                if weight.requires_grad:
+                    weight += 0.02 * torch.randn_like(weight)
+    elif name != "ngram":
+        fit(made)
+    return made.eval()
+
+
+def decode(drafter: Drafter, sampler: Sampler, k: int, count: int, tokens: int = 20) -> list[Text]:
+    prompts = [[5], *tiny.prompts(count - 1, 2, VOCAB)]
+    return Decoder(drafter.target, drafter, Policy(k)).generate(prompts, sampler, tokens, seed=7)
+
+
+def replayed(drafter: Drafter, texts: Sequence[Text], sampler: Sampler, k: int) -> list[Table]:
+    return tables(drafter, read(drafter.target, texts, sampler, drafter), k)
+
+
+def counted(text: Text, k: int) -> list[int]:
+    """[passes, accepted at depth 0, 1, ..] of one text."""
+    return [len(text.rounds), *(sum(r.accepted > j for r in text.rounds) for j in range(k))]
+
+
+def worst(drafter: Drafter, sampler: Sampler, k: int, count: int) -> tuple[float, Parity]:
+    """The largest |z| over passes and depths, by its definition; and what parity.py says."""
+    texts = decode(drafter, sampler, k, count)
+    found = replayed(drafter, texts, sampler, k)
+    parts = [moments(table, k) for table in found]
+    counts = np.array([counted(text, k) for text in texts])
+    spread = np.sqrt(sum(part.variance for part in parts))
+    z = (counts.sum(0) - sum(part.mean for part in parts)) / spread
+    parity = compare(texts, found, k, deterministic=False)
+    np.testing.assert_allclose(np.array(parity.z, dtype=float), z, rtol=1e-6)
+    assert parity.holds == bool((np.abs(z) < 3.5).all())
+    assert counts[:, k].sum() > 10 and counts[:, 0].sum() > counts[:, 1].sum() + 10
+    return float(np.abs(z).max()), parity
+
+
+def differing(drafter: Drafter, sampler: Sampler, k: int, count: int) -> list[int]:
+    """Prompts whose integer counts are not replay's, and are no fp32 tie."""
+    texts = decode(drafter, sampler, k, count)
+    found = replayed(drafter, texts, sampler, k)
+    parity = compare(texts, found, k, deterministic=True)
+    tied = {split.prompt for split in parity.ties}
+    assert len(tied) <= count / 50
+    out = []
+    for i, (text, table) in enumerate(zip(texts, found, strict=True)):
+        part = moments(table, k)
+        assert not part.variance.any()
+        if counted(text, k) != part.mean.tolist() and i not in tied:
+            out.append(i)
+    assert parity.equal >= (not parity.splits) and parity.holds == (not out or not parity.splits)
+    return out
+
+
+@pytest.mark.parametrize("family_name", tiny.FAMILIES)
+@pytest.mark.parametrize("name", ["eagle", "small", "ngram"])
+def test_greedy_counts_are_equal(name: str, family_name: str) -> None:
+    """Passes and accepted counts per depth, as integers, prompt by prompt."""
+    drafter = drafter_for(name, family_name)
+    assert differing(drafter, GREEDY, 3, 40) == []
+    assert sum(map(sum, (counted(t, 3)[1:] for t in decode(drafter, GREEDY, 3, 40)))) > 20
+
+
+@pytest.mark.parametrize("sampler", [PLAIN, CUT])
+@pytest.mark.parametrize("family_name", tiny.FAMILIES)
+def test_guesses_are_equal_at_any_temperature(family_name: str, sampler: Sampler) -> None:
+    """n-gram drafts are a function of the state: nothing is left to chance given the text."""
+    assert differing(drafter_for("ngram", family_name), sampler, 3, 60) == []
+
+
+@pytest.mark.parametrize("name", ["toy-block", "toy-medusa"])
+@pytest.mark.parametrize("k", [2, 4])
+def test_greedy_counts_of_other_shapes(name: str, k: int) -> None:
+    """Depths that depend on k; fewer heads than k asks for."""
+    assert differing(drafter_for(name, "Llama"), GREEDY, k, 40) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "family_name", "sampler", "k"),
+    [
+        ("eagle", "Llama", PLAIN, 3),
+        ("eagle", "Qwen3", CUT, 2),
+        ("eagle", "Gemma3", PLAIN, 1),
+        ("small", "Llama", CUT, 3),
+        ("small", "Qwen3", PLAIN, 1),
+        ("small", "Gemma3", PLAIN, 3),
+        ("toy-block", "Llama", PLAIN, 3),
+        ("toy-medusa", "Llama", PLAIN, 3),
+    ],
+)
+def test_sampled_counts_agree(name: str, family_name: str, sampler: Sampler, k: int) -> None:
+    """|z| < 3.5 for passes and for each depth."""
+    z, parity = worst(drafter_for(name, family_name), sampler, k, 200)
+    assert z < 3.5 and parity.holds, parity.report()
+
+
+CHAIN, UNIFORM, EXTEND = accept.chain, Noise.uniform, Eagle.extend
+
+
+def corrected_from_p(
+    drafts: Tensor, length: Tensor, p: Tensor, q: Tensor, draws: Draws
+) -> Accepted:
+    count = CHAIN(drafts, length, p, q, draws).count
+    return Accepted(count, draws.pick(p[torch.arange(len(count)), count]))
+
+
+def shared_noise(self: Noise, purpose: Purpose, position: Tensor, node: int) -> Tensor:
+    if purpose is Purpose.DRAFT:
+        purpose, node = Purpose.ACCEPT, 1
+    return UNIFORM(self, purpose, position, node)
+
+
+def next_layer(
+    self: Eagle, state: Any, tokens: Tensor, features: dict[str, Tensor], counts: Tensor
+) -> None:
+    EXTEND(self, state, tokens, {**features, "1": features["2"]}, counts)
+
+
+def next_token(
+    self: Eagle, state: Any, tokens: Tensor, features: dict[str, Tensor], counts: Tensor
+) -> None:
+    moved = {name: torch.roll(g, 1, dims=1) for name, g in features.items()}
+    EXTEND(self, state, tokens, moved, counts)
+
+
+def uncut_record(
+    text: Text, drafts: list[int], accepted: int, token: int, proposed: int, cutter: Cutter
+) -> int:
+    anchor = len(text.prompt) + len(text.tokens) - 2
+    text.rounds.append(Round(anchor, proposed, accepted))
+    return cutter.append(text, [*drafts[:accepted], token])
+
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+FAULTS: dict[str, tuple[str, Plant]] = {
+    "the correction is drawn from p": (
+        "eagle", lambda patch: patch.setattr(accept, "chain", corrected_from_p)
+    ),
+    "drafts and coins share their noise": (
+        "eagle", lambda patch: patch.setattr(Noise, "uniform", shared_noise)
+    ),
+    "one tap reads the neighbouring layer": (
+        "eagle", lambda patch: patch.setattr(Eagle, "extend", next_layer)
+    ),
+    "features stand one token late": (
+        "eagle", lambda patch: patch.setattr(Eagle, "extend", next_token)
+    ),
+    "drafts past the end are counted": (
+        "small", lambda patch: patch.setattr(loop, "_record", uncut_record)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_show_in_z(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder with any of these writes or counts something else, and |z| says so."""
+    name, plant = FAULTS[fault]
+    drafter = drafter_for(name, "Llama")
+    plant(monkeypatch)
+    z, parity = worst(drafter, PLAIN, 3, 200)
+    assert z > 3.5 and not parity.holds
+
+
+@pytest.mark.parametrize("fault", list(FAULTS)[2:])
+def test_planted_faults_show_in_counts(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At temperature 0 the same faults give other integers."""
+    name, plant = FAULTS[fault]
+    drafter = drafter_for(name, "Llama")
+    plant(monkeypatch)
+    assert len(differing(drafter, GREEDY, 3, 40)) > 3
+
+
+def test_replay_at_another_sampler_shows() -> None:
+    """The faults may lie in replay too: laws before the sampler are not the served ones."""
+    drafter = drafter_for("small", "Llama")
+    texts = decode(drafter, CUT, 3, 200)
+    assert compare(texts, replayed(drafter, texts, CUT, 3), 3, False).holds
+    assert not compare(texts, replayed(drafter, texts, PLAIN, 3), 3, False).holds
+
+
+@pytest.mark.parametrize(("name", "sampler"), [("small", CUT), ("eagle", PLAIN), ("ngram", PLAIN)])
+def test_reference_agrees_on_the_decoders_text(name: str, sampler: Sampler) -> None:
+    """Expected passes by every walk over float64 laws, on what the decoder wrote."""
+    drafter = drafter_for(name, "Qwen3")
+    texts = [t for t in decode(drafter, sampler, 3, 12, tokens=11) if len(t.tokens) == 11][:2]
+    assert len(texts) == 2
+    hf = tiny.hf_model("Qwen3", vocab=VOCAB).double()
+    cuts = (sampler.temperature, sampler.top_k, sampler.top_p)
+    if name == "small":
+        own: Any = drafter.lm.hf  # type: ignore[union-attr]
+        config = type(own.config)(**own.config.to_dict())
+        hf_small = AutoModelForCausalLM.from_config(config)
+        hf_small.load_state_dict(own.state_dict())
+        hf_small = hf_small.double().eval()
+    for text, table in zip(texts, replayed(drafter, texts, sampler, 3), strict=True):
+        tokens, root = text.prompt + text.tokens, len(text.prompt)
+
+        def draft(anchor: int, depth: int, tokens: list[int] = tokens) -> Any:
+            if name == "small":
+                return reference.small_law(hf_small, tokens, anchor, depth, cuts)
+            if name == "eagle":
+                weights, config = drafter.weights(), drafter.config.model_dump()
+                return reference.eagle_law(weights, config, hf, tokens, anchor, depth, cuts)
+            guess = reference.ngram_guess(tokens, anchor, 2, 1, 3)
+            return guess[depth] if depth < len(guess) else None
+
+        laws = reference.target_laws(hf, tokens, cuts)
+        known = reference.ratios(laws, tokens, root, 3, draft)
+        part = moments(table, 3)
+        for i in range(4):
+            mean, variance = reference.moments(
+                known, lambda m, i=i: 1.0 if i == 0 else float(m >= i)
+            )
+            assert part.mean[i] == pytest.approx(mean, abs=1e-3)
+            assert part.variance[i] == pytest.approx(variance, abs=1e-3)
+        if name == "ngram":
+            assert counted(text, 3) == part.mean.tolist()

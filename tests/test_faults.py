@@ -1,0 +1,388 @@
+"""Planted faults: each turns red the very check that is green without it.
+
+These are the mistakes that users of other toolkits report: off-by-one labels and positions, a
+neighbouring layer's state, a norm left out, a mask that sees the future, a stale cache, a verify
+pass that misses a draft, a wrong correction. A check that none of them can fail proves nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import test_accept
+import test_contract as contract
+import test_parity as parity
+import test_target as target
+import toys
+from draftsmith.drafters import batch, eagle, ngram, small
+from draftsmith.drafters.attention import Step
+from draftsmith.drafters.causal_lm import CausalLM, TargetOutput
+from draftsmith.drafters.sampling import Sampler
+from draftsmith.drafters.vocab import VocabMap
+from draftsmith.eval.decoder import accept, loop
+from draftsmith.eval.decoder.accept import Accepted
+
+Patch = pytest.MonkeyPatch
+CLASSES: dict[str, type] = {
+    "eagle": eagle.Eagle,
+    "small": small.Small,
+    "ngram": ngram.Ngram,
+    "toy-block": toys.ToyBlock,
+    "toy-medusa": toys.ToyMedusa,
+}
+
+
+# The checks, as functions of nothing
+
+
+def views(name: str) -> None:
+    contract.check_views(contract.drafter(name))
+
+
+def known(name: str) -> None:
+    contract.check_reference(contract.drafter(name), "Llama")
+
+
+def future(name: str, what: str) -> None:
+    contract.check_future(contract.drafter(name), what)
+
+
+def draws(name: str) -> None:
+    contract.check_draws(contract.drafter(name))
+
+
+def counts(name: str) -> None:
+    """Decoded rounds are replay's rounds, and the text is plain transformers' greedy text."""
+    made = parity.drafter_for(name, "Llama")
+    texts = parity.decode(made, Sampler(0.0), 3, 12)
+    theirs = parity.tiny.hf_model("Llama", vocab=parity.VOCAB)
+    for text in texts:
+        laws = target.plain(theirs, text.prompt + text.tokens)
+        assert laws[len(text.prompt) - 1 : -1].argmax(1).tolist() == text.tokens
+    assert not parity.differing(made, Sampler(0.0), 3, 12)
+
+
+def of_target(check: Callable[[Any, Any], None], family: str) -> None:
+    check(*target.pair(family))
+
+
+def residual() -> None:
+    """The chain rule, as the decoder finds it, gives the target's law."""
+    p, q = test_accept.pair("plain", 3, 2)
+    assert test_accept.error(test_accept.emitted(accept.chain, p, q), p) < test_accept.EXACT
+
+
+# The faults
+
+
+def everywhere(patch: Patch, old: Any, new: Any) -> None:
+    """Puts `new` wherever draftsmith or the toys have imported `old`."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("draftsmith") or module is toys:
+            for key in [k for k, value in vars(module).items() if value is old]:
+                patch.setattr(module, key, new)
+
+
+def label_one_late(patch: Patch) -> None:
+    """Depth j is judged by x_{a+3+j}."""
+
+    def wrong(of: batch.Batch, *args: Any) -> batch.Alignment:
+        out = align(of, *args)
+        row = torch.arange(len(of.tokens)).view(-1, 1, 1)
+        late = of.tokens[row, (out.compare + 2).clamp(max=of.tokens.shape[1] - 1)]
+        out.label = torch.where(out.exists, late, 0)
+        return out
+
+    align = batch.align
+    everywhere(patch, align, wrong)
+
+
+def position_one_late(patch: Patch) -> None:
+    """Depth j reads, and is compared at, x_{a+2+j}: the very token it predicts."""
+
+    def wrong(of: batch.Batch, *args: Any) -> batch.Alignment:
+        out = align(of, *args)
+        out.compare = torch.where(out.exists, out.compare + 1, 0)
+        return out
+
+    align = batch.align
+    everywhere(patch, align, wrong)
+
+
+def neighbouring_layer(patch: Patch) -> None:
+    """Tap k gives the state after layer k + 1."""
+
+    def wrong(self: CausalLM, tokens: Tensor, step: Step, taps: Any = ()) -> TargetOutput:
+        last = self.num_layers
+        moved = {t: min(t + 1, last) if isinstance(t, int) else t for t in taps}
+        out = forward(self, tokens, step, list(moved.values()))
+        out.features = {str(t): out.features[str(m)] for t, m in moved.items()}
+        return out
+
+    forward = CausalLM.forward
+    patch.setattr(CausalLM, "forward", wrong)
+
+
+def normed_last_layer(patch: Patch) -> None:
+    """Tap L comes after the final norm, as HF's last hidden state does."""
+
+    def wrong(self: CausalLM, *args: Any) -> TargetOutput:
+        out = forward(self, *args)
+        if str(self.num_layers) in out.features:
+            out.features[str(self.num_layers)] = self.norm(out.final)
+        return out
+
+    forward = CausalLM.forward
+    patch.setattr(CausalLM, "forward", wrong)
+
+
+def taps_swapped_when_served(name: str, patch: Patch) -> None:
+    """extend takes the features in another order than unroll does."""
+
+    def wrong(self: Any, state: Any, tokens: Tensor, features: dict, n: Tensor) -> None:
+        swapped = dict(zip(features, reversed(list(features.values())), strict=True))
+        extend(self, state, tokens, swapped, n)
+
+    extend = CLASSES[name].extend
+    patch.setattr(CLASSES[name], "extend", wrong)
+
+
+def rope_one_late(name: str, patch: Patch) -> None:
+    """propose counts positions from the root where unroll counts from the anchor."""
+
+    def wrong(self: Any, *args: Any) -> Any:
+        rope = next(m for m in self.modules() if type(m).__name__ == "Rope")
+        hook = rope.register_forward_pre_hook(lambda module, given: (given[0], given[1] + 1))
+        try:
+            return propose(self, *args)
+        finally:
+            hook.remove()
+
+    propose = CLASSES[name].propose
+    patch.setattr(CLASSES[name], "propose", wrong)
+
+
+def no_final_norm(patch: Patch) -> None:
+    patch.setattr(CausalLM, "head", lambda self, final: self.lm_head(final))
+
+
+def no_eagle_norm(patch: Patch) -> None:
+    def wrong(self: eagle.Eagle, *args: Any) -> Tensor:
+        kept, self.norm = self.norm, nn.Identity()
+        try:
+            return logits(self, *args)
+        finally:
+            self.norm = kept
+
+    logits = eagle.Eagle.logits
+    patch.setattr(eagle.Eagle, "logits", wrong)
+
+
+def widened(mask: Tensor) -> Tensor:
+    """A mask that sees one position more."""
+    return mask | mask.roll(1, dims=-1)
+
+
+def eagle_sees_next_pair(patch: Patch) -> None:
+    """In unroll, depth 0 attends to g_{a+1} beside x_{a+2}."""
+
+    def wrong(query: Tensor, *args: Any, attn_mask: Tensor) -> Tensor:
+        square = attn_mask.shape[-1] == query.shape[2] > 1
+        mask = widened(attn_mask) if square else attn_mask
+        return F.scaled_dot_product_attention(query, *args, attn_mask=mask)
+
+    fake = SimpleNamespace(**{**vars(F), "scaled_dot_product_attention": wrong})
+    patch.setattr(eagle, "F", fake)
+
+
+def deep_eagle_sees_next_pair(patch: Patch) -> None:
+    """In unroll, depths from 1 on attend to it."""
+
+    def wrong(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, *own: Any) -> Tensor:
+        return mixed(query, key, value, widened(seen), *own)
+
+    mixed = eagle._causal_and_diagonal
+    patch.setattr(eagle, "_causal_and_diagonal", wrong)
+
+
+def features_from_the_future(name: str, patch: Patch) -> None:
+    """unroll sees a little of g_{a+1} in g_a."""
+
+    def wrong(self: Any, of: batch.Batch, *args: Any) -> Any:
+        clean = of.features
+        of.features = {n: f + 0.1 * f.roll(-1, dims=1) for n, f in clean.items()}
+        try:
+            return unroll(self, of, *args)
+        finally:
+            of.features = clean
+
+    unroll = CLASSES[name].unroll
+    patch.setattr(CLASSES[name], "unroll", wrong)
+
+
+Extend = Callable[..., None]
+
+
+def after_a_proposal(patch: Patch, cls: Any, wrong: Callable[[Extend], Extend]) -> None:
+    """extend becomes wrong(extend) once the state has proposed: prompts go in as they should."""
+    extend, propose, begun = cls.extend, cls.propose, []
+    broken = wrong(extend)
+
+    def noted(self: Any, state: Any, *args: Any) -> Any:
+        begun.append(state)
+        return propose(self, state, *args)
+
+    def either(self: Any, state: Any, *args: Any) -> None:
+        (broken if any(state is one for one in begun) else extend)(self, state, *args)
+
+    patch.setattr(cls, "propose", noted)
+    patch.setattr(cls, "extend", either)
+
+
+def last_token_forgotten(name: str, patch: Patch) -> None:
+    """extend after a round takes what stood there before for the last accepted token."""
+
+    def wrong(extend: Extend) -> Extend:
+        def broken(self: Any, state: Any, tokens: Tensor, features: dict, n: Tensor) -> None:
+            last = torch.arange(tokens.shape[1]) == (n - 1).unsqueeze(1)
+            tokens = torch.where(last, 2, tokens)
+            stale = {k: torch.where(last.unsqueeze(2), 0.0, f) for k, f in features.items()}
+            extend(self, state, tokens, stale, n)
+
+        return broken
+
+    after_a_proposal(patch, CLASSES[name], wrong)
+
+
+def draft_keys_kept(patch: Patch) -> None:
+    """Eagle keeps the keys it drafted with and never recomputes them from target features."""
+
+    def wrong(extend: Extend) -> Extend:
+        def broken(self: Any, state: eagle.EagleState, *args: Any) -> None:
+            stores = (state.slab._keys, state.slab._values)
+            before = [store[0].clone() for store in stores]
+            extend(self, state, *args)
+            for store, old in zip(stores, before, strict=True):
+                store[0].copy_(old)
+
+        return broken
+
+    after_a_proposal(patch, eagle.Eagle, wrong)
+
+
+def first_draft_unseen(patch: Patch) -> None:
+    """In the verify pass no later node sees the first draft."""
+
+    def wrong(slab: Any, *tree: Tensor) -> Step:
+        step = tree_step(slab, *tree)
+        slot = (slab.length + 1).view(-1, 1, 1).expand(-1, step.visible.shape[1], 1)
+        seen = step.visible.gather(2, slot)
+        seen[:, 2:] = False
+        step.visible = step.visible.scatter(2, slot, seen)
+        return step
+
+    tree_step = loop.tree_step
+    patch.setattr(loop, "tree_step", wrong)
+
+
+def nothing_subtracted(patch: Patch) -> None:
+    """After a rejection the rule draws from p, not from what p has over q."""
+    patch.setattr(test_accept.accept, "chain", wrong_chain)
+
+
+def wrong_chain(drafts: Tensor, length: Tensor, p: Tensor, q: Tensor, draws: Any) -> Accepted:
+    count = right_chain(drafts, length, p, q, test_accept.Coins(draws)).count
+    return Accepted(count, draws.pick(p[torch.arange(len(count)), count]))
+
+
+right_chain = accept.chain
+
+
+def ids_unmapped(patch: Patch) -> None:
+    """Draft ids are taken for target ids."""
+    patch.setattr(VocabMap, "to_target", lambda self, ids: ids)
+
+
+Check = Callable[[], None]
+FAULTS: list[tuple[Callable[[Patch], None], Check]] = [
+    (label_one_late, partial(counts, "small")),
+    (label_one_late, partial(counts, "ngram")),
+    (position_one_late, partial(counts, "small")),
+    (position_one_late, partial(views, "small")),
+    (position_one_late, partial(views, "eagle")),
+    (position_one_late, partial(views, "toy-block")),
+    (position_one_late, partial(future, "small", "tokens")),
+    (neighbouring_layer, partial(of_target, target.check_features, "Llama")),
+    (neighbouring_layer, partial(of_target, target.check_features, "Gemma3")),
+    (normed_last_layer, partial(of_target, target.check_features, "Llama")),
+    (neighbouring_layer, partial(known, "eagle")),
+    (normed_last_layer, partial(known, "eagle")),
+    (partial(taps_swapped_when_served, "eagle"), partial(views, "eagle")),
+    (partial(taps_swapped_when_served, "toy-block"), partial(views, "toy-block")),
+    (partial(rope_one_late, "eagle"), partial(views, "eagle")),
+    (partial(rope_one_late, "toy-block"), partial(views, "toy-block")),
+    (no_final_norm, partial(of_target, target.check_head, "Llama")),
+    (no_final_norm, partial(of_target, target.check_slab, "Qwen3")),
+    (no_final_norm, partial(known, "small")),
+    (no_eagle_norm, partial(known, "eagle")),
+    (eagle_sees_next_pair, partial(views, "eagle")),
+    (eagle_sees_next_pair, partial(future, "eagle", "features")),
+    (deep_eagle_sees_next_pair, partial(views, "eagle")),
+    (deep_eagle_sees_next_pair, partial(future, "eagle", "features")),
+    *(
+        (partial(features_from_the_future, name), check)
+        for name in ("eagle", "toy-block", "toy-medusa")
+        for check in (partial(views, name), partial(future, name, "features"))
+    ),
+    *((partial(last_token_forgotten, name), partial(views, name)) for name in CLASSES),
+    (draft_keys_kept, partial(views, "eagle")),
+    (first_draft_unseen, partial(counts, "small")),
+    (nothing_subtracted, residual),
+    (ids_unmapped, partial(draws, "eagle")),
+    (ids_unmapped, partial(draws, "toy-medusa")),
+]
+
+
+def told(part: Any) -> str:
+    """A test id: the function's name and the drafter it is about."""
+    if isinstance(part, partial):
+        return "-".join([part.func.__name__, *map(told, part.args)])
+    return part if isinstance(part, str) else part.__name__
+
+
+@pytest.fixture(autouse=True, scope="module")
+def sound() -> None:
+    """Builds what is cached before anything is broken."""
+    for family in ("Llama", "Gemma3", "Qwen3"):
+        target.pair(family)
+    for name in ("small", "ngram"):
+        contract.drafter(name)
+        parity.drafter_for(name, "Llama")
+
+
+CHECKS = {told(check): check for _, check in FAULTS}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_green_without_a_fault(name: str) -> None:
+    """Fault: a check that is red anyway."""
+    CHECKS[name]()
+
+
+@pytest.mark.parametrize(("fault", "check"), FAULTS, ids=told)
+def test_red_with_a_fault(
+    fault: Callable[[Patch], None], check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted fault shows in the check."""
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        check()

@@ -84,7 +84,14 @@ def pair(family: str) -> tuple[Target, Any]:
     """(the target, the same weights in a model of its own). Cached, so read only."""
     theirs = build(family)
     theirs.set_attn_implementation("eager")
-    return Target(build(family), tiny.tokenizer(), tiny.source()), theirs
+    return prove(family), theirs
+
+
+def prove(family: str) -> Target:
+    """A target, whose construction is its self-test."""
+    hf = build(family)
+    hf.set_attn_implementation("eager")  # what the self-test compares with
+    return Target(hf, tiny.tokenizer(), tiny.source())
 
 
 def random_tokens(*shape: int, seed: int = 0) -> Tensor:
@@ -281,9 +288,13 @@ def regrouped(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
     return attention._attention(module, query.roll(1, dims=1), *args, **kwargs)
 
 
-def prove(family: str) -> None:
-    """What construction does: the target's self-test."""
-    Target(build(family), tiny.tokenizer(), tiny.source())
+@every
+def test_self_test_passes_as_loaded(family: str) -> None:
+    """Fault: a supported model that is refused, because of what it is compared with."""
+    hf = build(family)
+    if family == "Gemma2" and hf.config._attn_implementation == "sdpa":
+        pytest.xfail("transformers 5.17 drops Gemma-2's softcap in its default attention")
+    Target(hf, tiny.tokenizer(), tiny.source())
 
 
 @every

@@ -1,0 +1,362 @@
+"""Training runs on a tiny target: what they write, how they stop, and that they go on bit for bit.
+
+    .venv/bin/pytest tests/test_train.py
+
+A run that resumes almost right (a cursor off by one, a schedule restarted, half an accumulation
+window) trains on without a sign of it, so runs are compared as bits, not as curves.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("datasets")
+
+import training
+from draftsmith.drafters import base
+from draftsmith.drafters.target import Target
+from draftsmith.train import __main__ as train
+from draftsmith.train import checkpoint, loop
+from draftsmith.train.loop import Trainer
+from draftsmith.train.packing import Cursor
+from training import World, differences, metrics
+
+STEPS = 9
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """A run in this process leaves its SIGTERM handler behind."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def trained(world: World, name: str, drafter: str = "eagle", **changes: Any) -> Path:
+    """Runs a recipe to its end in this process, once: the run's folder."""
+    folder = world.folder(name)
+    if not folder.exists():
+        assert train.main([str(world.recipe(name, drafter, **changes))]) == 0
+    return folder
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """SIGTERM reaches this process while a run is in that step."""
+    whole = Trainer._step
+
+    def stopped(self: Trainer) -> Any:
+        if self.step + 1 == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return whole(self)
+
+    monkeypatch.setattr(Trainer, "_step", stopped)
+
+
+# ---------------------------------------------------------------- a run
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "small"])
+def test_a_run_trains(world: World, drafter: str) -> None:
+    """The loss falls, replay tau rises above step 0, and the folder holds what is promised."""
+    run = trained(world, f"long-{drafter}", drafter, steps=24, save_every=8)
+    log = metrics(run)
+    losses = [m["loss"] for m in log if m["kind"] == "train"]
+    taus = {m["step"]: m["tau"] for m in log if m["kind"] == "replay"}
+    assert losses[-1] < 0.7 * losses[0]
+    assert list(taus) == [0, 8, 16, 24] and max(taus.values()) > taus[0] + 0.05
+    assert [m["step"] for m in log if m["kind"] == "train"] == list(range(3, 25, 3))
+    assert checkpoint.steps(run) == [8, 16, 24]
+    for step in (8, 16, 24):
+        files = {p.name for p in (run / f"checkpoint-{step}").iterdir()}
+        assert files == {"config.json", "model.safetensors", "state.pt"}
+    best = max((s for s in taus if s), key=lambda s: taus[s])
+    assert (run / "best").is_symlink()
+    assert os.readlink(run / "best") == f"checkpoint-{best}", "relative: a run can be moved"
+    start = checkpoint.read_metrics(run)[0]
+    assert start["kind"] == "start" and start["seed"] == 0 and start["versions"]["torch"]
+    for m in log:
+        assert m["tokens"] >= 0
+        if m["kind"] == "replay":
+            assert m["tau_ci"][0] <= m["tau"] <= m["tau_ci"][1]
+            assert len(m["alpha"]) == m["k"] == 3 and list(m["tau_by_k"]) == ["1", "2", "3"]
+
+
+def test_the_best_checkpoint_serves_what_was_measured(world: World) -> None:
+    """`best` loads as a drafter, and replays to the tau that chose it."""
+    run = trained(world, "long-eagle", steps=24, save_every=8)
+    target = Target.load(str(world.target))
+    drafter = base.load(run / "best", target)
+    chosen = train.recipe.load(run / "recipe.yaml")
+    trainer = Trainer(chosen, target, train.Samples.open(world.samples, target), _accelerator())
+    trainer.drafter = drafter
+    trainer._evaluate()
+    taus = [m["tau"] for m in metrics(run) if m["kind"] == "replay" and m["step"]]
+    assert trainer.tau == max(taus)
+
+
+def _accelerator() -> Any:
+    from accelerate import Accelerator
+
+    return Accelerator()
+
+
+def test_best_is_chosen_by_tau(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the loss, which falls on, nor the last; the first one on ties; never step 0."""
+    planted = iter([9.0, 1.5, 1.9, 1.9, 1.2])
+    whole = loop.replay
+
+    def replay(*args: Any, **kwargs: Any) -> Any:
+        found = whole(*args, **kwargs)
+        found[3].tau = next(planted)
+        return found
+
+    monkeypatch.setattr(loop, "replay", replay)
+    run = trained(world, "planted", steps=8, save_every=2, log_every=1)
+    losses = [m["loss"] for m in metrics(run) if m["kind"] == "train"]
+    assert losses[-1] < losses[3]
+    assert os.readlink(run / "best") == "checkpoint-4"
+
+
+def test_the_recipe_is_kept_with_the_run(world: World) -> None:
+    run = trained(world, "short-eagle")
+    read = train.recipe.load(run / "recipe.yaml")
+    assert read == train.recipe.load(world.root / "short-eagle.yaml")
+    assert yaml.safe_load((run / "recipe.yaml").read_text())["decay"] == 0.8, "defaults are there"
+
+
+def test_samples_are_made_first_where_none_are_given(world: World) -> None:
+    """A recipe without samples= asks its prompts, in its run's folder, and then trains."""
+    run = trained(
+        world, "asks", steps=2, samples=None, prompts=str(world.prompts), max_new_tokens=12,
+    )  # fmt: skip
+    assert checkpoint.steps(run) == [2] and (run / "samples" / "manifest.json").is_file()
+
+
+def test_lora_trains_only_adapters(world: World) -> None:
+    """Everything else stays the target's, and the checkpoint holds adapters alone."""
+    run = trained(world, "lora", "small", lora_rank=2, steps=4)
+    stored = training.weights(run, 4)
+    assert stored and all("lora_" in name for name in stored)
+    target = Target.load(str(world.target))
+    drafter = base.load(run / "best", target)
+    kept = {n: p for n, p in drafter.named_parameters() if "lora_" not in n}
+    assert not any(p.requires_grad for p in kept.values())
+    own = dict(target.named_parameters())
+    for name, parameter in kept.items():
+        plain = name.removeprefix("lm.").replace(".base_layer", "")
+        plain = plain.replace("layers.1.", "layers.3.")  # the drafter keeps layers 0 and 3
+        assert torch.equal(parameter, own[plain]), name
+    moved = [name for name in stored if "lora_B" in name and stored[name].abs().max() > 0]
+    assert moved, "adapters start at B = 0"
+
+
+def test_the_target_is_never_trained(world: World) -> None:
+    """Shared embeddings are the target's own tensors: an optimizer must not reach them."""
+    target = Target.load(str(world.target))
+    before = {n: p.clone() for n, p in target.named_parameters()}
+    chosen = train.recipe.load(world.recipe("frozen", "small", steps=2))
+    checkpoint.claim(chosen)
+    samples = train.Samples.open(world.samples, target)
+    trainer = Trainer(chosen, target, samples, _accelerator())
+    assert trainer.run() == 0
+    assert all(torch.equal(p, before[n]) for n, p in target.named_parameters())
+    assert not {id(p) for p in trainer.trained} & {id(p) for p in target.parameters()}
+
+
+# ---------------------------------------------------------------- stopping and going on
+
+
+@pytest.mark.parametrize("step", [1, 4, 5, 9])
+@pytest.mark.parametrize("drafter", ["eagle", "small"])
+def test_resume_is_bit_exact(
+    world: World, monkeypatch: pytest.MonkeyPatch, drafter: str, step: int
+) -> None:
+    """Stopped in the first step, at a checkpoint's own step, between two (and inside a window of
+    the log), and in the last one: weights, optimizer, schedule, generators, cursor and the log
+    are those of the run that was left alone. Accumulation is 2; step 5 crosses an epoch's end.
+    """
+    whole = trained(world, f"short-{drafter}", drafter)
+    name = f"stopped-{drafter}-{step}"
+    path = world.recipe(name, drafter)
+    with monkeypatch.context() as patch:
+        stop_after(patch, step)
+        assert train.main([str(path)]) == (0 if step == STEPS else loop.STOPPED)
+    run = world.folder(name)
+    assert checkpoint.steps(run)[-1] == step
+    assert train.main([str(path)]) == 0
+    assert differences(whole, run, STEPS) == []
+    assert os.readlink(whole / "best") == os.readlink(run / "best")
+
+
+def test_the_run_crosses_an_epoch_between_its_checkpoints(world: World) -> None:
+    """What the test above relies on."""
+    run = trained(world, "short-eagle")
+    first, last = (Cursor(**training.state(run, step)["cursor"]) for step in (4, STEPS))
+    assert first.epoch < last.epoch and (first.row or last.row)
+
+
+@pytest.mark.parametrize("fault", ["cursor", "optimizer", "schedule", "window"])
+def test_a_state_that_is_not_restored_is_noticed(
+    world: World, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Planted faults: each part of the state, left as a fresh run has it."""
+    whole = trained(world, "short-eagle")
+    name = f"faulty-{fault}"
+    path = world.recipe(name)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5)
+        assert train.main([str(path)]) == loop.STOPPED
+    restore = checkpoint.restore
+
+    def forgetful(folder: Path, step: int, drafter: base.Drafter) -> dict[str, Any]:
+        state = restore(folder, step, drafter)
+        if fault == "cursor":
+            state["cursor"] = vars(Cursor())
+        elif fault == "window":
+            state["window"] = vars(loop.Sums.zero(3))
+        elif fault == "schedule":
+            state["schedule"] |= {"last_epoch": 0, "_last_lr": [0.0]}
+        else:
+            for moments in state["optimizer"]["state"].values():
+                moments["exp_avg"].zero_()
+        return state
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "restore", forgetful)
+        assert train.main([str(path)]) == 0
+    assert differences(whole, world.folder(name), STEPS)
+
+
+def test_a_finished_run_says_so(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    """And trains no further: nothing in its folder changes."""
+    run = trained(world, "short-eagle")
+    before = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()}
+    capsys.readouterr()
+    assert train.main([str(world.root / "short-eagle.yaml")]) == 0
+    said = capsys.readouterr().err
+    assert "finished" in said and "best" in said
+    after = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()}
+    assert before == after
+
+
+def test_a_rerun_gives_the_same_bits(world: World) -> None:
+    """Without this, equality after a resume would be luck. Another seed gives others."""
+    whole, again = trained(world, "short-eagle"), trained(world, "again")
+    assert differences(whole, again, STEPS) == []
+    assert differences(whole, trained(world, "seeded", seed=1), STEPS)
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_exits_143(world: World) -> None:
+    """The real command in a process of its own, told to stop by the system."""
+    whole = trained(world, "short-eagle")
+    path = world.recipe("terminated", steps=STEPS)
+    process = subprocess.Popen(
+        [*training.command(path)], cwd=world.root, stderr=subprocess.PIPE, text=True
+    )  # fmt: skip
+    assert process.stderr is not None
+    said = []
+    for line in process.stderr:
+        said.append(line)
+        if line.startswith("step 3/9"):
+            process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 143, "".join(said)
+    run = world.folder("terminated")
+    done = checkpoint.steps(run)
+    assert said[-1].startswith(f"stopped at step {done[-1]}") and 3 <= done[-1] < STEPS
+    assert train.main([str(path)]) == 0
+    assert differences(whole, run, STEPS) == []
+
+
+def test_resume_continues_another_place(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """log_every and where the samples lie may change; what decides the weights may not."""
+    path = world.recipe("moved")
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        assert train.main([str(path)]) == loop.STOPPED
+    for change in ("lr=0.1", "depths=2", "seed=3", "taps=[1]", "steps=20"):
+        capsys.readouterr()
+        assert train.main([str(path), change]) == 2
+        assert change.split("=")[0] in capsys.readouterr().err
+    assert train.main([str(path), "log_every=2"]) == 0
+
+
+# ---------------------------------------------------------------- launchers and trackers
+
+
+@pytest.mark.slow
+def test_accelerate_launch(world: World) -> None:
+    """The README's command: one process on the CPU, the same weights as in this process."""
+    whole = trained(world, "short-eagle")
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
+    path = world.recipe("launched")
+    done = training.shell([*launcher, "-m", "draftsmith.train", str(path)], world.root)
+    assert done.returncode == 0, done.stderr
+    assert differences(whole, world.folder("launched"), STEPS) == []
+
+
+@pytest.mark.slow
+def test_two_processes_train_like_one(world: World) -> None:
+    """Half the rows each, at the same global batch: gradients are sums over one denominator."""
+    whole = trained(world, "short-eagle")
+    path = world.recipe("pair", rows=1)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    done = training.shell(
+        [*launcher, "--master_port", "0", "-m", "draftsmith.train", str(path)], world.root
+    )
+    assert done.returncode == 0, done.stderr
+    one, two = (training.weights(run, STEPS) for run in (whole, world.folder("pair")))
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, atol=1e-4, rtol=1e-3, msg=name)
+    first = training.weights(whole, 4)
+    assert max(float((first[n] - one[n]).abs().max()) for n in one) > 1e-2, "weights do move"
+
+
+@pytest.mark.slow
+def test_wandb_offline(world: World, tmp_path: Path) -> None:
+    """Writes an offline run without an account or a network."""
+    pytest.importorskip("wandb")
+    path = world.recipe("tracked", tracker="wandb", steps=4)
+    done = training.shell(
+        training.command(path), tmp_path, WANDB_MODE="offline", WANDB_DIR=str(tmp_path)
+    )
+    assert done.returncode == 0, done.stderr
+    (log,) = tmp_path.rglob("offline-run-*/run-*.wandb")
+    content = log.read_bytes()
+    assert b"replay/tau" in content and b"train/loss" in content
+
+
+def test_wandb_absent(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One clear line, before the target is loaded."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else find(name, *a)
+    )
+    monkeypatch.setattr(Target, "load", _never)
+    assert train.main([str(world.recipe("untracked", tracker="wandb"))]) == 2
+    said = capsys.readouterr().err.strip()
+    assert "\n" not in said and "wandb" in said and "pip install" in said
+
+
+def _never(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("a target was loaded")

@@ -1,0 +1,179 @@
+"""Tiny runs on disk: a saved target, prompts, samples and recipes, and processes that train.
+
+A real process is needed for signals and kills, but importing torch takes most of its time: `fork`
+starts one from a server that has imported everything already.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import load_file
+
+import tiny
+from draftsmith.drafters.sampling import Sampler
+from draftsmith.drafters.target import Target
+from draftsmith.train import __main__ as train
+from draftsmith.train import checkpoint
+from draftsmith.train.prompts import read_prompts
+from draftsmith.train.samples import generate
+
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "eagle": {"taps": [1, 2, 4], "draft_vocab": 32},
+    "small": {"layers": [0, 3]},
+}
+
+
+def save_target(folder: Path, seed: int = 0, template: bool = True, **shape: Any) -> Path:
+    """A tiny Llama as an HF folder with its tokenizer."""
+    tiny.hf_model("Llama", seed, **shape).save_pretrained(folder)
+    words = tiny.tokenizer(shape.get("vocab", tiny.VOCAB))
+    if not template:
+        words.chat_template = None
+    words.save_pretrained(folder)
+    return folder
+
+
+def write_prompts(path: Path, count: int = 24) -> Path:
+    """Questions of the tokenizer's words, as JSONL."""
+    words = tiny.prompts(count)
+    names = {i: w for w, i in tiny.tokenizer().get_vocab().items()}
+    rows = [{"prompt": " ".join(names[i] for i in ids)} for ids in words]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def sample(target: Path, prompts: Path, folder: Path, sampler: Sampler | None = None) -> Path:
+    """The target's answers to a prompts file, as a samples folder."""
+    of = Target.load(str(target))
+    generate(of, read_prompts(prompts), sampler or Sampler(), 24, folder)
+    return folder
+
+
+class World:
+    """A folder that holds a target, prompts and samples, in which recipes run."""
+
+    def __init__(self, root: Path, with_samples: bool = True) -> None:
+        self.root = root
+        self.target = save_target(root / "target")
+        self.prompts = write_prompts(root / "prompts.jsonl")
+        self.samples = root / "samples"
+        if with_samples:
+            sample(self.target, self.prompts, self.samples)
+
+    def recipe(self, name: str, drafter: str = "eagle", **changes: Any) -> Path:
+        """Writes a recipe for runs/NAME. 9 steps of 2 micro-batches, in epochs of about 11 rows."""
+        keys = {
+            "name": name,
+            "runs": str(self.root / "runs"),
+            "target": str(self.target),
+            "samples": str(self.samples),
+            "drafter": drafter,
+            **DRAFTERS[drafter],
+            "heldout": 5,
+            "depths": 3,
+            "k": 3,
+            "steps": 9,
+            "rows": 2,
+            "accumulation": 2,
+            "length": 64,
+            "lr": 1e-2,
+            "chunk": 64,
+            "save_every": 4,
+            "log_every": 3,
+        } | changes
+        path = self.root / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(keys, sort_keys=False))
+        return path
+
+    def folder(self, name: str) -> Path:
+        return self.root / "runs" / name
+
+
+def command(recipe: Path, *overrides: str) -> list[str]:
+    """The training command of a recipe, as a user would type it."""
+    return [sys.executable, "-m", "draftsmith.train", str(recipe), *overrides]
+
+
+def shell(words: list[str], cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end, away from the checkout."""
+    return subprocess.run(
+        words, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def _train(recipe: str, threads: int, before: Callable[[], None] | None) -> None:
+    torch.set_num_threads(threads)
+    if before:
+        before()
+    sys.exit(train.main([recipe]))
+
+
+def fork(recipe: Path, before: Callable[[], None] | None = None) -> BaseProcess:
+    """A process that trains a recipe. before: a module's function that it calls first."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["draftsmith.train.__main__", "datasets", "pytest"])
+    process = context.Process(target=_train, args=(str(recipe), torch.get_num_threads(), before))
+    process.start()
+    return process
+
+
+# ---------------------------------------------------------------- comparing runs
+
+
+def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(run / f"checkpoint-{step}" / "model.safetensors")
+
+
+def state(run: Path, step: int) -> dict[str, Any]:
+    path = run / f"checkpoint-{step}" / "state.pt"
+    return torch.load(path, map_location="cpu", weights_only=False)
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's log that must repeat, without what depends on the clock."""
+    clocks = ("seconds", "tokens_per_s")
+    lines = [m for m in checkpoint.read_metrics(run) if m["kind"] != "start"]
+    return [{k: v for k, v in line.items() if k not in clocks} for line in lines]
+
+
+def differences(a: Path, b: Path, step: int) -> list[str]:
+    """Where two runs differ at a step, bit for bit: weights, state, and metrics so far."""
+    out = []
+    left, right = weights(a, step), weights(b, step)
+    if left.keys() != right.keys():
+        return [f"tensors {left.keys() ^ right.keys()}"]
+    out += [name for name in left if not torch.equal(left[name], right[name])]
+    one, two = state(a, step), state(b, step)
+    for key in sorted((one.keys() | two.keys()) - {"seconds"}):
+        if not same(one.get(key), two.get(key)):
+            out.append(f"state {key}")
+    for line, other in zip(metrics(a), metrics(b), strict=False):
+        if line != other:
+            out.append(f"metrics {line} {other}")
+    if len(metrics(a)) != len(metrics(b)):
+        out.append("length of metrics")
+    return out
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equality through nested containers of tensors and arrays."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if hasattr(a, "tolist"):
+        return a.tolist() == b.tolist()
+    return a == b

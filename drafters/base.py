@@ -8,6 +8,7 @@ tests that every family inherits compare them.
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -139,6 +140,13 @@ class Drafter(nn.Module, ABC):
         self, state: Any, root: Tensor, policy: Policy, sampler: Sampler, noise: Noise
     ) -> Proposal:
         """Drafts after root (B,), the token that follows the anchor."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Drafter:
+        """What `to` goes through: the vocabulary, no buffer, follows the weights."""
+        super()._apply(fn, recurse)
+        for tensor in itertools.islice(self.parameters(), 1):
+            self.vocab.to(tensor.device)
+        return self
 
     def weights(self) -> dict[str, Tensor]:
         """What the checkpoint stores: the trained parameters, and buffers that define them."""

@@ -491,6 +491,12 @@ def test_load_gives_the_same_laws(name: str, tmp_path: Path) -> None:
     assert name == "ngram" or distance(law_table(made), law_table(fresh)) > 0.05
 
 
+def test_the_vocabulary_moves_with_the_weights() -> None:
+    """Fault: on a GPU draft ids are looked up in a table that stayed on the CPU."""
+    made = drafter("eagle").to("meta")
+    assert made.vocab.ids is not None and made.vocab.ids.is_meta
+
+
 def test_checkpoint_holds_trained_weights_only(tmp_path: Path) -> None:
     """Fault: the target's embedding or head stored, or trained, along with the drafter."""
     for name in LAWFUL:

@@ -5,7 +5,7 @@ in law, whatever the drafter, the batch, and the place where a text ends.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ import tiny
 from draftsmith.drafters import small as small_module
 from draftsmith.drafters.base import Drafter, Policy, draw, family
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.sampling import Noise, Sampler
+from draftsmith.drafters.sampling import Noise, Purpose, Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.vocab import VocabMap
 from draftsmith.eval.decoder import accept
@@ -384,13 +384,25 @@ def drawn_sharper(
     return token, sampler.probs(logits)
 
 
-@pytest.mark.parametrize("fault", ["correction drawn from p", "q is not the sampling law"])
+def shared_noise(self: Noise, purpose: Purpose, position: Tensor, node: int) -> Tensor:
+    """A draft and the coin that judges it draw the same number."""
+    if purpose is Purpose.DRAFT:
+        purpose, node = Purpose.ACCEPT, 1
+    return UNIFORM(self, purpose, position, node)
+
+
+UNIFORM = Noise.uniform
+FAULTS: dict[str, tuple[Any, str, Callable]] = {
+    "correction drawn from p": (accept, "chain", corrected_from_p),
+    "q is not the sampling law": (small_module, "draw", drawn_sharper),
+    "draft and coin share their noise": (Noise, "uniform", shared_noise),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_wrong_rules_bend_the_law(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above has teeth at the same number of rows."""
-    if fault == "correction drawn from p":
-        monkeypatch.setattr(accept, "chain", corrected_from_p)
-    else:
-        monkeypatch.setattr(small_module, "draw", drawn_sharper)
+    monkeypatch.setattr(*FAULTS[fault])
     assert p_value(law_drafter("small"), Sampler(1.0), monkeypatch) < 1e-6
 
 

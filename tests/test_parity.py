@@ -1,7 +1,8 @@
 """Parity: what the decoder counts is what replay expects on the very text it wrote.
 
 Deterministic drafts agree as integers, prompt by prompt; sampled ones by z. Each planted fault
-breaks it: a check that nothing can fail proves nothing.
+breaks it: a check that nothing can fail proves nothing. The pooled z of DESIGN.md sees what changes
+the average; `local_z` also sees a decoder that accepts as often as it should, but elsewhere.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from transformers import AutoModelForCausalLM
 import reference
 import tiny
 import toys  # noqa: F401  (registers the toy families)
+from draftsmith.drafters import base, eagle
 from draftsmith.drafters.base import Drafter, Policy, family
 from draftsmith.drafters.batch import Batch, align, batch_of
 from draftsmith.drafters.eagle import Eagle
-from draftsmith.drafters.sampling import Noise, Purpose, Sampler
+from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.target import Target
+from draftsmith.drafters.vocab import VocabMap
 from draftsmith.eval.decoder import accept, loop
 from draftsmith.eval.decoder.accept import Accepted, Draws
 from draftsmith.eval.decoder.loop import Decoder
@@ -37,7 +40,7 @@ CUT = Sampler(0.8, top_k=8, top_p=0.95)
 SETTINGS: dict[str, dict[str, Any]] = {
     "ngram": {"max_n": 2},
     "small": {"layers": [0, 1, 3]},
-    "eagle": {"taps": [1, 2, 4], "draft_vocab": 10},
+    "eagle": {"taps": [1, 2, 3], "draft_vocab": 10},
     "toy-block": {},
     "toy-medusa": {"first": 2},
 }
@@ -105,8 +108,26 @@ def counted(text: Text, k: int) -> list[int]:
     return [len(text.rounds), *(sum(r.accepted > j for r in text.rounds) for j in range(k))]
 
 
-def worst(drafter: Drafter, sampler: Sampler, k: int, count: int) -> tuple[float, Parity]:
-    """The largest |z| over passes and depths, by its definition; and what parity.py says."""
+def local_z(texts: Sequence[Text], found: Sequence[Table], k: int) -> float:
+    """z of sum w (accepted - r) over the depths that were tried, w = r - 1/2, r the table's chance.
+
+    Given the text and the walk so far, each try is an independent coin of chance r.
+    """
+    total = variance = 0.0
+    for text, table in zip(texts, found, strict=True):
+        for anchor, _, accepted in text.rounds:
+            i = anchor - len(text.prompt) + 1
+            for j in range(min(k, int(table.limit[i]), accepted + 1)):
+                r = float(table.ratio[i, j])
+                total += (r - 0.5) * ((accepted > j) - r)
+                variance += (r - 0.5) ** 2 * r * (1 - r)
+    return total / variance**0.5
+
+
+def sampled_parity(
+    drafter: Drafter, sampler: Sampler, k: int, count: int
+) -> tuple[float, float, Parity]:
+    """The largest |z| over passes and depths, by its definition; |local_z|; parity.py's verdict."""
     texts = decode(drafter, sampler, k, count)
     found = replayed(drafter, texts, sampler, k)
     parts = [moments(table, k) for table in found]
@@ -117,47 +138,48 @@ def worst(drafter: Drafter, sampler: Sampler, k: int, count: int) -> tuple[float
     np.testing.assert_allclose(np.array(parity.z, dtype=float), z, rtol=1e-6)
     assert parity.holds == bool((np.abs(z) < 3.5).all())
     assert counts[:, k].sum() > 10 and counts[:, 0].sum() > counts[:, 1].sum() + 10
-    return float(np.abs(z).max()), parity
+    return float(np.abs(z).max()), abs(local_z(texts, found, k)), parity
 
 
-def differing(drafter: Drafter, sampler: Sampler, k: int, count: int) -> list[int]:
-    """Prompts whose integer counts are not replay's, and are no fp32 tie."""
+def differing(drafter: Drafter, sampler: Sampler, k: int, count: int) -> tuple[list[int], Parity]:
+    """Prompts whose integer counts are not replay's, fp32 ties aside; parity.py's verdict."""
     texts = decode(drafter, sampler, k, count)
     found = replayed(drafter, texts, sampler, k)
     parity = compare(texts, found, k, deterministic=True)
     tied = {split.prompt for split in parity.ties}
-    assert len(tied) <= count / 50
     out = []
     for i, (text, table) in enumerate(zip(texts, found, strict=True)):
         part = moments(table, k)
         assert not part.variance.any()
         if counted(text, k) != part.mean.tolist() and i not in tied:
             out.append(i)
-    assert parity.equal >= (not parity.splits) and parity.holds == (not out or not parity.splits)
-    return out
+    assert set(out) <= {split.prompt for split in parity.splits}
+    assert sum(parity.counted[1:]) > 10, "a decoder that accepts nothing has nothing to compare"
+    return out, parity
 
 
 @pytest.mark.parametrize("family_name", tiny.FAMILIES)
 @pytest.mark.parametrize("name", ["eagle", "small", "ngram"])
 def test_greedy_counts_are_equal(name: str, family_name: str) -> None:
     """Passes and accepted counts per depth, as integers, prompt by prompt."""
-    drafter = drafter_for(name, family_name)
-    assert differing(drafter, GREEDY, 3, 40) == []
-    assert sum(map(sum, (counted(t, 3)[1:] for t in decode(drafter, GREEDY, 3, 40)))) > 20
+    out, parity = differing(drafter_for(name, family_name), GREEDY, 3, 40)
+    assert out == [] and parity.holds, parity.report()
 
 
 @pytest.mark.parametrize("sampler", [PLAIN, CUT])
 @pytest.mark.parametrize("family_name", tiny.FAMILIES)
 def test_guesses_are_equal_at_any_temperature(family_name: str, sampler: Sampler) -> None:
     """n-gram drafts are a function of the state: nothing is left to chance given the text."""
-    assert differing(drafter_for("ngram", family_name), sampler, 3, 60) == []
+    out, parity = differing(drafter_for("ngram", family_name), sampler, 3, 60)
+    assert out == [] and parity.holds and not parity.ties, parity.report()
 
 
 @pytest.mark.parametrize("name", ["toy-block", "toy-medusa"])
 @pytest.mark.parametrize("k", [2, 4])
 def test_greedy_counts_of_other_shapes(name: str, k: int) -> None:
     """Depths that depend on k; fewer heads than k asks for."""
-    assert differing(drafter_for(name, "Llama"), GREEDY, k, 40) == []
+    out, parity = differing(drafter_for(name, "Llama"), GREEDY, k, 40)
+    assert out == [] and parity.holds, parity.report()
 
 
 @pytest.mark.parametrize(
@@ -174,12 +196,13 @@ def test_greedy_counts_of_other_shapes(name: str, k: int) -> None:
     ],
 )
 def test_sampled_counts_agree(name: str, family_name: str, sampler: Sampler, k: int) -> None:
-    """|z| < 3.5 for passes and for each depth."""
-    z, parity = worst(drafter_for(name, family_name), sampler, k, 200)
+    """|z| < 3.5 for passes, for each depth, and locally."""
+    z, local, parity = sampled_parity(drafter_for(name, family_name), sampler, k, 200)
     assert z < 3.5 and parity.holds, parity.report()
+    assert local < 3.5
 
 
-CHAIN, UNIFORM, EXTEND = accept.chain, Noise.uniform, Eagle.extend
+CHAIN, EXTEND = accept.chain, Eagle.extend
 
 
 def corrected_from_p(
@@ -189,16 +212,18 @@ def corrected_from_p(
     return Accepted(count, draws.pick(p[torch.arange(len(count)), count]))
 
 
-def shared_noise(self: Noise, purpose: Purpose, position: Tensor, node: int) -> Tensor:
-    if purpose is Purpose.DRAFT:
-        purpose, node = Purpose.ACCEPT, 1
-    return UNIFORM(self, purpose, position, node)
+def drawn_sharper(
+    logits: Tensor, vocab: VocabMap, sampler: Sampler, noise: Noise, position: Tensor, node: int
+) -> tuple[Tensor, Tensor | None]:
+    token, _ = base.draw(logits / 0.6, vocab, sampler, noise, position, node)
+    return token, sampler.probs(logits)
 
 
 def next_layer(
     self: Eagle, state: Any, tokens: Tensor, features: dict[str, Tensor], counts: Tensor
 ) -> None:
-    EXTEND(self, state, tokens, {**features, "1": features["2"]}, counts)
+    moved = features | {"1": features["2"], "2": features["3"]}
+    EXTEND(self, state, tokens, moved, counts)
 
 
 def next_token(
@@ -216,43 +241,40 @@ def uncut_record(
     return cutter.append(text, [*drafts[:accepted], token])
 
 
-Plant = Callable[[pytest.MonkeyPatch], None]
+Plant = tuple[Any, str, Callable]
 FAULTS: dict[str, tuple[str, Plant]] = {
-    "the correction is drawn from p": (
-        "eagle", lambda patch: patch.setattr(accept, "chain", corrected_from_p)
-    ),
-    "drafts and coins share their noise": (
-        "eagle", lambda patch: patch.setattr(Noise, "uniform", shared_noise)
-    ),
-    "one tap reads the neighbouring layer": (
-        "eagle", lambda patch: patch.setattr(Eagle, "extend", next_layer)
-    ),
-    "features stand one token late": (
-        "eagle", lambda patch: patch.setattr(Eagle, "extend", next_token)
-    ),
-    "drafts past the end are counted": (
-        "small", lambda patch: patch.setattr(loop, "_record", uncut_record)
-    ),
-}  # fmt: skip
+    "the correction is drawn from p": ("eagle", (accept, "chain", corrected_from_p)),
+    "q is not the sampling law": ("eagle", (eagle, "draw", drawn_sharper)),
+    "drafts past the end are counted": ("small", (loop, "_record", uncut_record)),
+    "taps read the neighbouring layer": ("eagle", (Eagle, "extend", next_layer)),
+    "features stand one token late": ("eagle", (Eagle, "extend", next_token)),
+}
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", list(FAULTS))
 def test_planted_faults_show_in_z(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decoder with any of these writes or counts something else, and |z| says so."""
+    """Whatever the decoder gets wrong, some |z| says so.
+
+    A decoder that drafts from another q accepts elsewhere, though about as often: for local_z.
+    """
     name, plant = FAULTS[fault]
     drafter = drafter_for(name, "Llama")
-    plant(monkeypatch)
-    z, parity = worst(drafter, PLAIN, 3, 200)
-    assert z > 3.5 and not parity.holds
+    monkeypatch.setattr(*plant)
+    z, local, parity = sampled_parity(drafter, PLAIN, 3, 400)
+    if fault in ("the correction is drawn from p", "drafts past the end are counted"):
+        assert z > 4 and not parity.holds
+    else:
+        assert local > 4
 
 
 @pytest.mark.parametrize("fault", list(FAULTS)[2:])
 def test_planted_faults_show_in_counts(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At temperature 0 the same faults give other integers."""
+    """At temperature 0 those that do not lie in the sampling give other integers."""
     name, plant = FAULTS[fault]
     drafter = drafter_for(name, "Llama")
-    plant(monkeypatch)
-    assert len(differing(drafter, GREEDY, 3, 40)) > 3
+    monkeypatch.setattr(*plant)
+    out, parity = differing(drafter, GREEDY, 3, 40)
+    assert len(out) > 1 and not parity.holds
 
 
 def test_replay_at_another_sampler_shows() -> None:
@@ -267,7 +289,7 @@ def test_replay_at_another_sampler_shows() -> None:
 def test_reference_agrees_on_the_decoders_text(name: str, sampler: Sampler) -> None:
     """Expected passes by every walk over float64 laws, on what the decoder wrote."""
     drafter = drafter_for(name, "Qwen3")
-    texts = [t for t in decode(drafter, sampler, 3, 12, tokens=11) if len(t.tokens) == 11][:2]
+    texts = [t for t in decode(drafter, sampler, 3, 20, tokens=11) if len(t.tokens) > 8][:2]
     assert len(texts) == 2
     hf = tiny.hf_model("Qwen3", vocab=VOCAB).double()
     cuts = (sampler.temperature, sampler.top_k, sampler.top_p)

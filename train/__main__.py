@@ -11,6 +11,7 @@ import importlib.util
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -32,19 +33,19 @@ def run(path: str, overrides: Sequence[str]) -> int:
     chosen = recipe.load(path, overrides)
     accelerator = _accelerator(chosen)
     prompts = _prompts(chosen)
-    if accelerator.is_main_process:
-        checkpoint.claim(chosen)
-    accelerator.wait_for_everyone()
-    target = Target.load(chosen.target, accelerator.device)
-    # Settings the target cannot take are told now, not after an hour of sampling.
-    family(chosen.drafter)(target, chosen.drafter_config())
-    if prompts is None:
-        samples = Samples.open(Path(str(chosen.samples)), target)
-    else:
-        samples = _sampled(chosen, target, prompts, accelerator)
-    if chosen.tracker != "none":
-        accelerator.init_trackers("draftsmith", chosen.flat(), {"wandb": {"name": chosen.name}})
-    return Trainer(chosen, target, samples, accelerator).run()
+    main = accelerator.is_main_process
+    with checkpoint.claimed(chosen) if main else nullcontext():
+        accelerator.wait_for_everyone()
+        target = Target.load(chosen.target, accelerator.device)
+        # Settings the target cannot take are told now, not after an hour of sampling.
+        family(chosen.drafter)(target, chosen.drafter_config())
+        if prompts is None:
+            samples = Samples.open(Path(str(chosen.samples)), target)
+        else:
+            samples = _sampled(chosen, target, prompts, accelerator)
+        if chosen.tracker != "none":
+            accelerator.init_trackers("draftsmith", chosen.flat(), {"wandb": {"name": chosen.name}})
+        return Trainer(chosen, target, samples, accelerator).run()
 
 
 def _accelerator(chosen: Recipe) -> Accelerator:
@@ -52,6 +53,8 @@ def _accelerator(chosen: Recipe) -> Accelerator:
         raise UserError("tracker: wandb is not installed; pip install wandb, or tracker: none")
     bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     return Accelerator(
+        # Else accelerate overlooks that torchrun started several processes on a CPU.
+        cpu=not torch.accelerator.is_available(),
         mixed_precision="bf16" if bf16 else "no",
         log_with=None if chosen.tracker == "none" else chosen.tracker,
         project_dir=str(chosen.folder),

@@ -16,12 +16,15 @@ import os
 import pickle
 import random
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import yaml
+from filelock import FileLock, Timeout
 
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter
@@ -33,11 +36,32 @@ from draftsmith.train.recipe import Recipe
 _FREE = {"runs", "samples", "log_every", "tracker"}
 
 
-def claim(recipe: Recipe) -> None:
-    """Makes the run's folder, or recognises it as this run's own.
+@contextmanager
+def claimed(recipe: Recipe) -> Iterator[None]:
+    """Makes the run's folder, or recognises it as this run's own, and keeps other processes out.
 
-    Raises UserError when the folder holds another run, or cannot be written.
+    A killed run's claim ends with it. Raises UserError when the folder holds another run, or one
+    that is going on, or cannot be written.
     """
+    folder = recipe.folder
+    lock = FileLock(folder / ".lock")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(
+            f"{folder}: another process is training there; wait for it, or give another name"
+        ) from None
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror}); change runs") from None
+    try:
+        _claim(recipe)
+        yield
+    finally:
+        lock.release()
+
+
+def _claim(recipe: Recipe) -> None:
     folder = recipe.folder
     path = folder / "recipe.yaml"
     if path.is_file() and steps(folder):
@@ -54,10 +78,9 @@ def claim(recipe: Recipe) -> None:
         return
     # Without a checkpoint only samples are worth keeping, and they check themselves.
     own = {"recipe.yaml", "metrics.jsonl", "samples"}
+    if any(p.name not in own for p in folder.iterdir() if p.name[0] != "."):
+        raise UserError(f"{folder}: not empty and no run of draftsmith; give another name")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(p.name not in own for p in folder.iterdir() if p.name[0] != "."):
-            raise UserError(f"{folder}: not empty and no run of draftsmith; give another name")
         _write(path, yaml.safe_dump(recipe.flat(), sort_keys=False))
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror}); change runs") from None

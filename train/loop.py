@@ -157,6 +157,8 @@ class Trainer:
         sums = Sums.zero(self.depths)
         for batch in batches:
             sums.add(self._micro(batch.to(accelerator.device), max(total, 1.0)))
+        if accelerator.num_processes > 1:
+            sums = sums.reduced(accelerator)
         for parameter in self.trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from draftsmith.drafters.base import Drafter, Guesses
@@ -64,6 +65,13 @@ class Sums:
         self.loss += other.loss
         self.alpha += other.alpha
         self.cells += other.cells
+
+    def reduced(self, accelerator: Accelerator) -> Sums:
+        """The sum over all processes."""
+        flat = torch.cat([torch.tensor([self.loss]), self.alpha, self.cells])
+        flat = accelerator.reduce(flat.to(accelerator.device), reduction="sum").cpu()
+        alpha, cells = flat[1:].chunk(2)
+        return Sums(flat[0].item(), alpha, cells)
 
 
 def backward(

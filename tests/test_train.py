@@ -171,10 +171,10 @@ def test_the_target_is_never_trained(world: World) -> None:
     target = Target.load(str(world.target))
     before = {n: p.clone() for n, p in target.named_parameters()}
     chosen = train.recipe.load(world.recipe("frozen", "small", steps=2))
-    checkpoint.claim(chosen)
     samples = train.Samples.open(world.samples, target)
     trainer = Trainer(chosen, target, samples, _accelerator())
-    assert trainer.run() == 0
+    with checkpoint.claimed(chosen):
+        assert trainer.run() == 0
     assert all(torch.equal(p, before[n]) for n, p in target.named_parameters())
     assert not {id(p) for p in trainer.trained} & {id(p) for p in target.parameters()}
 
@@ -246,12 +246,12 @@ def test_a_state_that_is_not_restored_is_noticed(
 def test_a_finished_run_says_so(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     """And trains no further: nothing in its folder changes."""
     run = trained(world, "short-eagle")
-    before = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()}
+    before = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.name != ".lock"}
     capsys.readouterr()
     assert train.main([str(world.root / "short-eagle.yaml")]) == 0
     said = capsys.readouterr().err
     assert "finished" in said and "best" in said
-    after = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()}
+    after = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.name != ".lock"}
     assert before == after
 
 
@@ -299,6 +299,15 @@ def test_resume_continues_another_place(
     assert train.main([str(path), "log_every=2"]) == 0
 
 
+def test_one_process_a_run(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two terminals, one command: the second would tear the first one's checkpoints."""
+    path = world.recipe("twice")
+    with checkpoint.claimed(train.recipe.load(path)):
+        assert train.main([str(path)]) == 2
+    said = capsys.readouterr().err.strip()
+    assert "\n" not in said and "another process" in said and str(world.folder("twice")) in said
+
+
 # ---------------------------------------------------------------- launchers and trackers
 
 
@@ -320,12 +329,15 @@ def test_two_processes_train_like_one(world: World) -> None:
     path = world.recipe("pair", rows=1)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     done = training.shell(
-        [*launcher, "--master_port", "0", "-m", "draftsmith.train", str(path)], world.root
+        [*launcher, "--standalone", "-m", "draftsmith.train", str(path)], world.root
     )
     assert done.returncode == 0, done.stderr
     one, two = (training.weights(run, STEPS) for run in (whole, world.folder("pair")))
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, atol=1e-4, rtol=1e-3, msg=name)
+    for a, b in zip(metrics(whole), metrics(world.folder("pair")), strict=True):
+        assert (a["kind"], a["step"], a["tokens"]) == (b["kind"], b["step"], b["tokens"])
+        assert b.get("loss", b.get("tau")) == pytest.approx(a.get("loss", a.get("tau")), rel=1e-3)
     first = training.weights(whole, 4)
     assert max(float((first[n] - one[n]).abs().max()) for n in one) > 1e-2, "weights do move"
 

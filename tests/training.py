@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -21,10 +22,12 @@ import yaml
 from safetensors.torch import load_file
 
 import tiny
+from draftsmith.drafters import base
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint
+from draftsmith.train.loop import Trainer
 from draftsmith.train.prompts import read_prompts
 from draftsmith.train.samples import generate
 
@@ -126,6 +129,48 @@ def fork(recipe: Path, before: Callable[[], None] | None = None) -> BaseProcess:
     process = context.Process(target=_train, args=(str(recipe), torch.get_num_threads(), before))
     process.start()
     return process
+
+
+# ---------------------------------------------------------------- what a killed process is like
+
+
+def slowed() -> None:
+    """In the process to be killed: each step and each file of a checkpoint takes a while, so that
+    a moment between two of them can be met, on a machine of any speed."""
+    step, flush, save = Trainer._step, checkpoint._flush, torch.save
+
+    def slow_step(self: Trainer) -> Any:
+        time.sleep(0.05)
+        return step(self)
+
+    def slow_flush(file: Path) -> None:
+        time.sleep(0.05)
+        flush(file)
+
+    def slow_save(state: Any, file: Path) -> None:
+        """Half of the file first, as a slow disk would have it."""
+        save(state, file)
+        content = file.read_bytes()
+        file.write_bytes(content[: len(content) // 2])
+        time.sleep(0.05)
+        file.write_bytes(content)
+
+    Trainer._step = slow_step  # type: ignore[method-assign]
+    checkpoint._flush = slow_flush
+    torch.save = slow_save
+
+
+def written_in_place() -> None:
+    """checkpoint.save as one would write it without a thought."""
+    slowed()
+
+    def save(folder: Path, step: int, drafter: base.Drafter, state: dict[str, Any]) -> None:
+        made = folder / f"checkpoint-{step}"
+        made.mkdir()
+        base.save(drafter, made)
+        torch.save(state | {"step": step, "rng": checkpoint.rng_state()}, made / "state.pt")
+
+    checkpoint.save = save  # type: ignore[assignment]
 
 
 # ---------------------------------------------------------------- comparing runs

@@ -33,7 +33,7 @@ from draftsmith.train.samples import Samples
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
-SMOOTHING = (0.3, 1.0, 3.0, 10.0, 30.0)
+SMOOTHING = (1.0, 4.0, 16.0)
 
 
 class Bigram(Drafter):

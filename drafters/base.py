@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Noise, Purpose, Sampler, argmax, pick
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.vocab import VocabMap
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -305,3 +308,8 @@ def check_target(folder: Path, made_for: dict[str, Any], target: Target) -> None
                 f"{folder}: this drafter was made for another {word} "
                 f"({str(made_for.get(key))[:12]}, the target has {str(here[key])[:12]}); {remedy}"
             )
+    if made_for.get("revision") != here["revision"]:
+        logger.warning(
+            "%s was made for revision %.12s of its target, this one is %.12s: output stays exact, "
+            "acceptance may differ", folder, made_for.get("revision"), here["revision"],
+        )  # fmt: skip

@@ -51,7 +51,7 @@ class EagleConfig(DrafterConfig):
     take). block: None takes the shape of the target's layers.
     """
 
-    taps: list[int | Literal["normed"]] | None = None
+    taps: list[int | Literal["normed"]] | None = Field(default=None, min_length=1)
     draft_vocab: int | None = Field(default=None, ge=1)
     head: Literal["own", "target"] = "own"
     norm_before_residual: bool = False
@@ -77,6 +77,11 @@ class Eagle(Drafter):
     def __init__(self, target: Target, config: EagleConfig) -> None:
         """Raises UserError for taps outside the target's layers or a draft vocabulary too large."""
         layers = target.num_layers
+        if config.taps is None and layers < 7:
+            raise UserError(
+                f"taps: the default [2, L//2, L-3] needs 7 layers, the target has {layers}; give "
+                "the layers to tap"
+            )
         taps: list[Tap] = list(config.taps or [2, layers // 2, layers - 3])
         target.check_taps(taps)
         if len(set(taps)) != len(taps):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from draftsmith.drafters.base import Drafter, DrafterConfig, Guesses, Policy, Proposal, register
@@ -23,6 +23,12 @@ class NgramConfig(DrafterConfig):
 
     max_n: int = Field(default=3, ge=1)
     min_n: int = Field(default=1, ge=1)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> NgramConfig:
+        if self.min_n > self.max_n:
+            raise ValueError(f"min_n {self.min_n} is above max_n {self.max_n}")
+        return self
 
 
 @dataclass

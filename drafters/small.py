@@ -40,16 +40,18 @@ from draftsmith.drafters.vocab import VocabMap
 class SmallConfig(DrafterConfig):
     """layers: target layers to keep (0-based); or checkpoint: any causal LM (hub id, folder, GGUF).
 
-    embeddings "shared": the target's embedding and lm_head, frozen; "own": trained copies.
-    lora_rank: 0 trains everything, else adapters on every linear layer (peft). architecture is
-    filled in for a checkpoint that is trained in full, which can then be loaded without it.
+    embeddings, of a pruned model: "shared" (default) takes the target's embedding and lm_head,
+    frozen; "own" trains copies. lora_rank: 0 trains everything, else adapters on every linear layer
+    (peft). Filled in for a checkpoint: architecture, by which one that is trained in full is loaded
+    without it, and revision, by which adapters know their base again.
     """
 
     layers: list[int] | None = None
     checkpoint: str | None = None
-    embeddings: Literal["shared", "own"] = "shared"
+    embeddings: Literal["shared", "own"] | None = None
     lora_rank: int = Field(default=0, ge=0)
     architecture: dict[str, Any] | None = None
+    revision: str | None = None
 
 
 @dataclass
@@ -78,14 +80,15 @@ class Small(Drafter):
         """Raises UserError for layers the target lacks, or a checkpoint of another tokenizer."""
         if (config.layers is None) == (config.checkpoint is None):
             raise UserError("small: give either layers (to prune the target) or checkpoint")
+        if config.checkpoint is not None and config.embeddings is not None:
+            raise UserError("embeddings: a checkpoint has its own; leave the key out")
         super().__init__(target, config)
         if config.layers is not None:
-            hf = _prune(target, config.layers, config.embeddings)
+            hf = _prune(target, config.layers, config.embeddings or "shared")
         else:
             hf, self.config = _from_checkpoint(target, config)
         hf.requires_grad_(True)
-        if config.layers is not None and config.embeddings == "shared":
-            target.requires_grad_(False)
+        target.requires_grad_(False)  # shared embeddings are the target's own
         if config.lora_rank:
             _add_lora(hf, config.lora_rank)
         self.lm = CausalLM(hf)
@@ -183,14 +186,27 @@ def _from_checkpoint(target: Target, config: SmallConfig) -> tuple[Any, SmallCon
         return AutoModelForCausalLM.from_config(about, dtype=torch.float32), config
     assert config.checkpoint is not None
     source = resolve(config.checkpoint)
-    theirs = tokenizer_hash(AutoTokenizer.from_pretrained(source.path))
-    if theirs != target.identity()["tokenizer_hash"]:
+    if config.revision not in (None, source.revision):
+        raise UserError(
+            f"checkpoint: {config.checkpoint} is not the one these adapters were trained on "
+            f"(revision {source.revision[:12]}, not {config.revision[:12]}); put that one back"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.path)
+        hf = AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32)
+    except (OSError, ValueError, KeyError) as error:
+        line = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"checkpoint: {config.checkpoint} cannot be loaded by transformers ({line}); it needs "
+            "model and tokenizer"
+        ) from None
+    if tokenizer_hash(tokenizer) != target.identity()["tokenizer_hash"]:
         raise UserError(
             f"checkpoint: {config.checkpoint} has another tokenizer than the target "
             f"{target.source.spec}; a draft model must share it"
         )
-    hf = AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32)
-    return hf, config.model_copy(update={"architecture": hf.config.to_dict()})
+    filled = {"architecture": hf.config.to_dict(), "revision": source.revision}
+    return hf, config.model_copy(update=filled)
 
 
 def _add_lora(hf: Any, rank: int) -> None:

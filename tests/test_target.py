@@ -331,15 +331,7 @@ FOREIGN: dict[str, dict[str, Any]] = {
 }
 
 
-BLIND = pytest.mark.xfail(
-    strict=True,
-    reason="the self-test is teacher-forced only, and the model's own attention is right",
-)
-
-
-@pytest.mark.parametrize(
-    "name", [n if n == "Llama4Text" else pytest.param(n, marks=BLIND) for n in FOREIGN]
-)
+@pytest.mark.parametrize("name", FOREIGN)
 def test_unsupported_families_are_refused(name: str) -> None:
     """Fault: a model that keeps its own attention, or has none, is read as if it used ours.
 

@@ -55,7 +55,11 @@ def hf_model(family: str = "Llama", seed: int = 0, layers: int = 4, vocab: int =
         "tie_word_embeddings": family == "Llama",
     }
     if family == "Gemma3":
-        settings |= {"sliding_window": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 20.0}
+        settings |= {
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 8,
+            "final_logit_softcapping": 20.0,
+        }
     config = getattr(transformers, f"{name}Config")(**settings)
     torch.manual_seed(seed)
     hf = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -90,6 +94,8 @@ def prompts(count: int = 4, seed: int = 0, vocab: int = VOCAB) -> list[list[int]
     return out
 
 
-def texts(of: Target, sampler: Sampler, count: int = 4, tokens: int = 24, seed: int = 0) -> list[Text]:
+def texts(
+    of: Target, sampler: Sampler, count: int = 4, tokens: int = 24, seed: int = 0
+) -> list[Text]:
     """Texts that the target itself wrote, by the baseline loop."""
     return Decoder(of).generate(prompts(count, seed, of.vocab_size), sampler, tokens, seed=seed)

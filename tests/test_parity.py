@@ -53,10 +53,10 @@ def read(target: Target, texts: Sequence[Text], sampler: Sampler, drafter: Draft
     return target.read(batch_of(pairs, sampler), drafter.taps)
 
 
-def fit(drafter: Drafter, steps: int = 60) -> None:
+def fit(drafter: Drafter, steps: int = 40) -> None:
     """A little training on the target's own text: an untrained head gives no fault a grip."""
     target = drafter.target
-    texts = tiny.texts(target, PLAIN, count=24, seed=11)
+    texts = tiny.texts(target, PLAIN, count=16, seed=11)
     batch = read(target, texts, PLAIN, drafter)
     found = align(batch, 3)
     row = torch.arange(len(texts)).view(-1, 1, 1)
@@ -124,21 +124,29 @@ def local_z(texts: Sequence[Text], found: Sequence[Table], k: int) -> float:
     return total / variance**0.5
 
 
-def sampled_parity(
-    drafter: Drafter, sampler: Sampler, k: int, count: int
-) -> tuple[float, float, Parity]:
-    """The largest |z| over passes and depths, by its definition; |local_z|; parity.py's verdict."""
+def sampled_parity(drafter: Drafter, sampler: Sampler, k: int, count: int) -> tuple[float, Parity]:
+    """local_z, and parity.py's verdict with its |z| for passes and each depth."""
     texts = decode(drafter, sampler, k, count)
     found = replayed(drafter, texts, sampler, k)
-    parts = [moments(table, k) for table in found]
-    counts = np.array([counted(text, k) for text in texts])
-    spread = np.sqrt(sum(part.variance for part in parts))
-    z = (counts.sum(0) - sum(part.mean for part in parts)) / spread
     parity = compare(texts, found, k, deterministic=False)
-    np.testing.assert_allclose(np.array(parity.z, dtype=float), z, rtol=1e-6)
-    assert parity.holds == bool((np.abs(z) < 3.5).all())
-    assert counts[:, k].sum() > 10 and counts[:, 0].sum() > counts[:, 1].sum() + 10
-    return float(np.abs(z).max()), abs(local_z(texts, found, k)), parity
+    assert parity.counted[k] > 10, "too few acceptances to tell"
+    return local_z(texts, found, k), parity
+
+
+def test_z_by_its_definition() -> None:
+    """(counted - expected) / sqrt(variance), summed over texts, against 3.5."""
+    drafter = drafter_for("small", "Llama")
+    texts = decode(drafter, PLAIN, 3, 20)
+    found = replayed(drafter, texts, PLAIN, 3)
+    parts = [moments(table, 3) for table in found]
+    for extra, holds in ((0, True), (400, False)):
+        texts[0].rounds += [Round(0, 3, 2)] * extra
+        counts = np.array([counted(text, 3) for text in texts]).sum(0)
+        spread = np.sqrt(sum(part.variance for part in parts))
+        parity = compare(texts, found, 3, deterministic=False)
+        z = (counts - sum(part.mean for part in parts)) / spread
+        np.testing.assert_allclose(np.array(parity.z, dtype=float), z, rtol=1e-6)
+        assert parity.holds == holds == bool((np.abs(z) < 3.5).all())
 
 
 def differing(drafter: Drafter, sampler: Sampler, k: int, count: int) -> tuple[list[int], Parity]:
@@ -197,9 +205,9 @@ def test_greedy_counts_of_other_shapes(name: str, k: int) -> None:
 )
 def test_sampled_counts_agree(name: str, family_name: str, sampler: Sampler, k: int) -> None:
     """|z| < 3.5 for passes, for each depth, and locally."""
-    z, local, parity = sampled_parity(drafter_for(name, family_name), sampler, k, 200)
-    assert z < 3.5 and parity.holds, parity.report()
-    assert local < 3.5
+    local, parity = sampled_parity(drafter_for(name, family_name), sampler, k, 200)
+    assert all(z is not None and abs(z) < 3.5 for z in parity.z) and parity.holds, parity.report()
+    assert abs(local) < 3.5
 
 
 CHAIN, EXTEND = accept.chain, Eagle.extend
@@ -260,11 +268,11 @@ def test_planted_faults_show_in_z(fault: str, monkeypatch: pytest.MonkeyPatch) -
     name, plant = FAULTS[fault]
     drafter = drafter_for(name, "Llama")
     monkeypatch.setattr(*plant)
-    z, local, parity = sampled_parity(drafter, PLAIN, 3, 400)
+    local, parity = sampled_parity(drafter, PLAIN, 3, 300)
     if fault in ("the correction is drawn from p", "drafts past the end are counted"):
-        assert z > 4 and not parity.holds
+        assert max(abs(z or 0) for z in parity.z) > 4 and not parity.holds
     else:
-        assert local > 4
+        assert abs(local) > 4
 
 
 @pytest.mark.parametrize("fault", list(FAULTS)[2:])

@@ -142,15 +142,15 @@ def test_bootstrap_covers() -> None:
     # By hand: hard texts take 4 passes, easy ones n(4) where n(L) = 1 + 0.9 n(L-2) + 0.1 n(L-1).
     truth = 4 / ((4 + 2.191) / 2)
     hits = blind = 0
-    for _ in range(100):
-        found = random_texts(rng, 25)
+    for _ in range(60):
+        found = random_texts(rng, 20)
         low, high = summarise(found, 1, resamples=200).tau_ci
         hits += low <= truth <= high
         alone = [replace(t, prompt=i) for i, t in enumerate(found)]
         low, high = summarise(alone, 1, resamples=200).tau_ci
         blind += low <= truth <= high
-    assert 88 < hits < 100
-    assert blind < hits - 4, "texts of one prompt are not independent"
+    assert 52 < hits < 60
+    assert blind < hits - 3, "texts of one prompt are not independent"
 
 
 def test_bootstrap_keeps_a_prompts_texts_together() -> None:
@@ -183,7 +183,7 @@ SAMPLERS = {
 
 
 @cache
-def own_text(family_name: str, sampler: Sampler, tokens: int = 13) -> tuple[list[int], int]:
+def own_text(family_name: str, sampler: Sampler, tokens: int = 11) -> tuple[list[int], int]:
     """A text of the target itself, after a prompt that repeats itself, and the prompt's length."""
     prompts = [prompt * 2 for prompt in tiny.prompts(30, 4, VOCAB)]
     decoder = tiny.Decoder(tiny.target(family_name, vocab=VOCAB))

@@ -119,8 +119,8 @@ GRID = {
     "rows far apart": lambda: uniforms(rows=range(0, 20_000 << 40, 1 << 40)),
     "round": lambda: uniforms(round=range(20_000)),
     "position": lambda: uniforms(position=range(20_000)),
-    "node": lambda: uniforms(node=range(4_000)),
-    "seed": lambda: uniforms(seed=range(4_000)),
+    "node": lambda: uniforms(node=range(1_000)),
+    "seed": lambda: uniforms(seed=range(1_000)),
     "all": lambda: uniforms(
         rows=range(12), round=range(12), position=range(12), node=range(6), seed=range(2)
     ),

@@ -5,6 +5,7 @@ The prompts are decoded one at a time (batch 1), which is what the speed figures
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -80,10 +81,10 @@ def evaluate(
         "max_new_tokens": max_new_tokens,
         "prompts": len(prompts),
         "replay": {
-            "tau": by_k[k].tau,
-            "tau_ci": list(by_k[k].tau_ci),
+            "tau": _known(by_k[k].tau),
+            "tau_ci": [_known(end) for end in by_k[k].tau_ci],
             "alpha": by_k[k].alpha,
-            "tau_by_k": {str(j): r.tau for j, r in by_k.items()},
+            "tau_by_k": {str(j): _known(r.tau) for j, r in by_k.items()},
         },
         "decode": {
             "tau": tau,
@@ -128,6 +129,11 @@ def read_texts(
 def count_parameters(drafter: Drafter) -> int:
     """The drafter's own parameters: those that its checkpoint holds."""
     return sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+
+
+def _known(value: float) -> float | None:
+    """None for the tau of texts that took no verify pass: NaN is no JSON."""
+    return None if math.isnan(value) else value
 
 
 def _ratio(tokens: int, seconds: float, base_tokens: int, base_seconds: float) -> float | None:

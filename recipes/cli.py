@@ -149,6 +149,12 @@ def evaluate(
     else:
         drafter = base.load(folder, loaded)
     ids = encode(asked, loaded)
+    longest = max(map(len, ids))
+    if longest + max_new_tokens > loaded.max_positions:
+        raise UserError(
+            f"--max-new-tokens: {max_new_tokens} after a prompt of {longest} tokens exceed the "
+            f"target's {loaded.max_positions} positions; lower it"
+        )
     with _DecodeProgress(len(ids)) as progress:
         report = run(
             loaded, drafter, ids, sampler, k, max_new_tokens,
@@ -228,7 +234,10 @@ def _print(report: dict[str, Any], console: Console) -> None:
         table.add_column(name, justify="left" if not name else "right")
     low, high = replay["tau_ci"]
     table.add_row(
-        "tau", f"{number(replay['tau'])} [{low:.3f}, {high:.3f}]", number(decode["tau"]), ""
+        "tau",
+        f"{number(replay['tau'])} [{number(low)}, {number(high)}]",
+        number(decode["tau"]),
+        "",
     )
     table.add_row(
         "verify passes",
@@ -244,7 +253,7 @@ def _print(report: dict[str, Any], console: Console) -> None:
             number(parity["z_per_depth"][j], 2),
         )
     console.print(table)
-    by_k = "  ".join(f"{k}: {tau:.3f}" for k, tau in replay["tau_by_k"].items())
+    by_k = "  ".join(f"{k}: {number(tau)}" for k, tau in replay["tau_by_k"].items())
     console.print(f"tau by k (replay)  {by_k}")
     console.print(
         f"speed  {number(decode['tokens_per_s'], 2)} tokens/s against "

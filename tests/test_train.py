@@ -179,6 +179,29 @@ def test_the_target_is_never_trained(world: World) -> None:
     assert not {id(p) for p in trainer.trained} & {id(p) for p in target.parameters()}
 
 
+def apart(one: Path, two: Path) -> float:
+    """The largest distance of two runs' final weights."""
+    a, b = training.weights(one, STEPS), training.weights(two, STEPS)
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+def test_accumulation_changes_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four rows a step, in one micro-batch or in four of very different numbers of answer tokens.
+
+    Planted fault: a mean of the micro-batches' means, the usual way, ends elsewhere.
+    """
+    whole = trained(world, "at-once", rows=4, accumulation=1)
+    assert apart(whole, trained(world, "one-by-one", rows=1, accumulation=4)) < 1e-3
+
+    def mean_of_means(self: Trainer, batch: Any, total: float) -> Any:
+        own = loop.denominator(batch, self.depths, self.objective)
+        return micro(self, batch, max(own, 1.0) * self.recipe.accumulation)
+
+    micro = Trainer._micro
+    monkeypatch.setattr(Trainer, "_micro", mean_of_means)
+    assert apart(whole, trained(world, "means", rows=1, accumulation=4)) > 1e-2
+
+
 # ---------------------------------------------------------------- stopping and going on
 
 

@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet -c constraints.txt
 FAST := not real and not server and not gpu
-# The models in the tests are tiny: more threads than cores make them several times slower.
+# More threads than cores make everything several times slower; tiny models want one thread each.
 OMP_NUM_THREADS ?= 2
 export OMP_NUM_THREADS
 
@@ -46,11 +46,11 @@ fix: install
 	$(BIN)/ruff format .
 
 test: check
-	$(BIN)/pytest -m "$(FAST)"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "$(FAST)"
 	$(BIN)/pytest -m real
 
 test-fast: install
-	$(BIN)/pytest -m "$(FAST) and not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "$(FAST) and not slow"
 
 # The whole job, small; every step goes on where it was, or sees that it is done.
 quickstart: install

@@ -50,15 +50,16 @@ class Target(CausalLM):
 
     @classmethod
     def load(
-        cls, spec: str, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+        cls, spec: str, device: str | torch.device | None = None, dtype: torch.dtype | None = None
     ) -> Target:
         """Loads a hub id, a folder, a GGUF file or an alias; see `source.resolve`.
 
-        dtype None: fp32 on the CPU, the checkpoint's own elsewhere.
+        device None: the GPU where there is one. dtype None: fp32 on the CPU, the checkpoint's own
+        elsewhere.
         """
         transformers_logging.disable_progress_bar()  # a bar for every load drowns our own lines
         source = resolve(spec)
-        device = torch.device(device)
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         choice: Any = dtype or (torch.float32 if device.type == "cpu" else "auto")
         try:
             hf = AutoModelForCausalLM.from_pretrained(source.path, dtype=choice)

@@ -115,6 +115,8 @@ def evaluate(
     seed: Seed = 0,
 ) -> None:
     """Decodes prompts with a drafter: acceptance by replay and decode, parity, speed."""
+    import torch
+
     from draftsmith.drafters import base
     from draftsmith.drafters.base import Policy
     from draftsmith.drafters.sampling import Sampler
@@ -142,7 +144,7 @@ def evaluate(
     }
     if output is not None:
         _claim(output, settings)
-    loaded = Target.load(spec)
+    loaded = Target.load(spec, dtype=torch.float32)  # parity is defined in fp32
     if about is None:
         ngram = base.family("ngram")
         drafter = ngram.create(loaded, ngram.Config())

@@ -103,7 +103,8 @@ def emitted(
         if chance == 0.0:
             continue
         rows = [law[path[:j]] for j, law in enumerate(p)]
-        beside = [law[path[:j]] if j < nodes - 1 else torch.zeros(V) for j, law in enumerate(q)]
+        junk = torch.eye(V)[0]  # filler looks like a sure draft
+        beside = [law[path[:j]] if j < nodes - 1 else junk for j, law in enumerate(q)]
         inputs = (
             torch.tensor([path]),
             torch.tensor([nodes]),

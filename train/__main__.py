@@ -44,7 +44,11 @@ def run(path: str, overrides: Sequence[str]) -> int:
         else:
             samples = _sampled(chosen, target, prompts, accelerator)
         if chosen.tracker != "none":
-            accelerator.init_trackers("draftsmith", chosen.flat(), {"wandb": {"name": chosen.name}})
+            accelerator.init_trackers(
+                "draftsmith",
+                chosen.flat(),
+                {"wandb": {"name": chosen.name, "dir": str(chosen.folder)}},
+            )
         return Trainer(chosen, target, samples, accelerator).run()
 
 

@@ -77,7 +77,7 @@ def _claim(recipe: Recipe) -> None:
             )
         return
     # Without a checkpoint only samples are worth keeping, and they check themselves.
-    own = {"recipe.yaml", "metrics.jsonl", "samples"}
+    own = {"recipe.yaml", "metrics.jsonl", "samples", "wandb"}
     if any(p.name not in own for p in folder.iterdir() if p.name[0] != "."):
         raise UserError(f"{folder}: not empty and no run of draftsmith; give another name")
     try:

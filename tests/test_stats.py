@@ -242,7 +242,7 @@ def test_rows_that_share_a_position() -> None:
 
 
 def packed(rows: int = 2, vocab: int = V, length: int = 30) -> Batch:
-    """Segments of unequal length in each row, of two turns each, and padding."""
+    """Segments of unequal length in each row, of two turns each, and padding at the end."""
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(2, vocab, (rows, length), generator=generator)
     segment = torch.full((rows, length), -1)
@@ -252,7 +252,7 @@ def packed(rows: int = 2, vocab: int = V, length: int = 30) -> Batch:
         for s, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
             segment[b, start:end] = s
             position[b, start:end] = torch.arange(end - start)
-            made[b, start + 3 : start + 6] = True
+            made[b, start + 3 * (s < 2) : start + 6] = True  # the last one begins with its answer
             made[b, start + 7 : end] = True
     return Batch(tokens, position, segment, made)
 

@@ -145,7 +145,8 @@ def main() -> None:
         "# Learning curve of `recipes/smol-eagle3.yaml`\n\n"
         "Replay on held-out answers of SmolLM2-135M-Instruct at temperature 1, "
         f"k={recipe.k}; tokens are target-made positions learned from, minutes are wall time with "
-        "the evaluations. Made by `benchmarks/learning_curve.py` from `learning_curve.json`.\n\n"
+        "the evaluations, on two cores that other jobs shared. Made by "
+        "`benchmarks/learning_curve.py` from `learning_curve.json`.\n\n"
         + markdown(head, rows)
         + "\n"
         + markdown(["", "tau", *(f"alpha_{j}" for j in depths)], against)

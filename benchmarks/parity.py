@@ -51,8 +51,9 @@ def main() -> None:
             report = cell(HERE / "parity" / f"{name}-t{temperature:g}.json", run, SEED)
             rows.append(row(name, temperature, report))
     head = [
-        "drafter", "T", "passes", "expected", "z", "z per depth", "equal", "ties", "holds",
-        "tau replay [95% CI]", "tau decode", "alpha_0", "speedup", "predicted", "texts = baseline",
+        "drafter", "T", "passes", "expected", "z", "z per depth", "z local", "equal", "ties",
+        "holds", "tau replay [95% CI]", "tau decode", "alpha_0", "speedup", "predicted",
+        "texts = baseline",
     ]  # fmt: skip
     text = (
         "# Parity of replay and decode\n\n"
@@ -76,6 +77,7 @@ def row(name: str, temperature: float, report: dict[str, Any]) -> list[object]:
         number(parity["expected"], 2),
         number(parity["z"], 2),
         " ".join(number(z, 2) for z in parity["z_per_depth"]),
+        number(parity["z_local"], 2),
         "yes" if exact and parity["equal"] else "-" if not exact else "NO",
         len(parity["ties"]),
         "yes" if parity["holds"] else "NO",

@@ -265,6 +265,8 @@ def _print(report: dict[str, Any], console: Console) -> None:
         f"{number(decode['host_ms'], 1)} ms host; a baseline step "
         f"{number(decode['baseline_step_ms'], 1)} ms"
     )
+    if parity["z_local"] is not None:
+        console.print(f"z over single tries  {parity['z_local']:.2f}")
     verdict = "holds" if parity["holds"] else "BROKEN"
     how = "integers equal" if parity["deterministic"] else "|z| < 3.5"
     console.print(f"parity {verdict} ({how}); {len(parity['ties'])} fp32 ties")

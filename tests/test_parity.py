@@ -130,6 +130,7 @@ def sampled_parity(drafter: Drafter, sampler: Sampler, k: int, count: int) -> tu
     found = replayed(drafter, texts, sampler, k)
     parity = compare(texts, found, k, deterministic=False)
     assert parity.counted[k] > 10, "too few acceptances to tell"
+    assert parity.z_local == pytest.approx(local_z(texts, found, k))
     return local_z(texts, found, k), parity
 
 

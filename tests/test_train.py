@@ -370,11 +370,9 @@ def test_wandb_offline(world: World, tmp_path: Path) -> None:
     """Writes an offline run without an account or a network."""
     pytest.importorskip("wandb")
     path = world.recipe("tracked", tracker="wandb", steps=4)
-    done = training.shell(
-        training.command(path), tmp_path, WANDB_MODE="offline", WANDB_DIR=str(tmp_path)
-    )
+    done = training.shell(training.command(path), tmp_path, WANDB_MODE="offline")
     assert done.returncode == 0, done.stderr
-    (log,) = tmp_path.rglob("offline-run-*/run-*.wandb")
+    (log,) = (world.root / "runs" / "tracked").rglob("offline-run-*/run-*.wandb")
     content = log.read_bytes()
     assert b"replay/tau" in content and b"train/loss" in content
 

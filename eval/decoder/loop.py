@@ -73,7 +73,7 @@ class Decoder:
         of new tokens after every round. Raises UserError for a prompt that does not fit the
         target's positions.
         """
-        self._check(prompts, max_new_tokens)
+        self._check(prompts, max_new_tokens, rows)
         device = self.target.device
         texts = [Text(list(prompt)) for prompt in prompts]
         cutter = Cutter(self.target, max_new_tokens, stop)
@@ -191,12 +191,29 @@ class Decoder:
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
 
-    def _check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    def _check(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        rows: Sequence[int] | None,
+    ) -> None:
+        if not prompts:
+            raise UserError("prompts: there are none; give at least one")
+        if rows is not None and (len(rows) != len(prompts) or len(set(rows)) != len(rows)):
+            raise UserError(
+                f"rows: {len(rows)} ids for {len(prompts)} prompts; give each a different one, "
+                "or they share their noise"
+            )
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens: {max_new_tokens} leaves nothing to write; use >= 1")
         for i, prompt in enumerate(prompts):
             if not prompt:
-                raise UserError(f"prompt {i}: has no tokens")
+                raise UserError(f"prompt {i}: has no tokens; give at least one")
+            if not 0 <= min(prompt) <= max(prompt) < self.target.vocab_size:
+                raise UserError(
+                    f"prompt {i}: a token id is outside 0..{self.target.vocab_size - 1}; encode it "
+                    "with the target's tokenizer"
+                )
             if len(prompt) + max_new_tokens > self.target.max_positions:
                 raise UserError(
                     f"prompt {i}: {len(prompt)} tokens and max_new_tokens {max_new_tokens} exceed "

@@ -8,7 +8,6 @@ tests that every family inherits compare them.
 from __future__ import annotations
 
 import importlib
-import itertools
 import json
 import logging
 from abc import ABC, abstractmethod
@@ -147,8 +146,9 @@ class Drafter(nn.Module, ABC):
     def _apply(self, fn: Any, recurse: bool = True) -> Drafter:
         """What `to` goes through: the vocabulary, no buffer, follows the weights."""
         super()._apply(fn, recurse)
-        for tensor in itertools.islice(self.parameters(), 1):
-            self.vocab.to(tensor.device)
+        first = next(self.parameters(), None)
+        if first is not None:
+            self.vocab.to(first.device)
         return self
 
     def weights(self) -> dict[str, Tensor]:

@@ -4,7 +4,8 @@ r"""Parity on SmolLM2: each drafter at T=0 and T=1, replay beside decode, every 
         --small runs/smol-small/best
 
 Eight held-out prompts (first turns of Spec-Bench rows under 256 tokens, spread over its
-categories), 64 tokens each. Writes benchmarks/parity/*.json and benchmarks/parity.md; about 6 minutes on 2 CPU cores.
+categories), 64 tokens each. Writes benchmarks/parity/*.json and benchmarks/parity.md; about 12
+minutes on 2 CPU cores.
 """
 
 from __future__ import annotations

@@ -86,7 +86,14 @@ class Trainer:
         if self.step >= recipe.steps and self._replayed():
             self._say(f"{recipe.folder} is finished; {self._best_line()}")
             return 0
-        signal.signal(signal.SIGTERM, self._on_sigterm)
+        before = signal.signal(signal.SIGTERM, self._on_sigterm)
+        try:
+            return self._train(resumed)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _train(self, resumed: bool) -> int:
+        recipe = self.recipe
         self._start_log(resumed)
         if self._due() and not self._replayed():  # step 0, or a run stopped before its replay
             self._evaluate()

@@ -82,8 +82,7 @@ def main() -> None:
         f"# Peak memory of the objective\n\nOne backward pass, K={K}, V={V:,}, full draft "
         "vocabulary. What the vocabulary costs grows with the chunk and not with T; "
         "the rest is the head's attention. Made by `benchmarks/objective_memory.py`; one JSON a "
-        "row.\n\n"
-        + markdown(head, rows)
+        "row.\n\n" + markdown(head, rows)
     )
     (HERE / "objective_memory.md").write_text(text)
     print(text)

@@ -33,7 +33,9 @@ K, TOKENS, PROMPTS, SEED = 4, 64, 8, 0
 def measure(folder: Path) -> dict[str, Any]:
     target = Target.load("smollm2")
     drafter = base.load(folder, target)
-    short = [ids for ids in encode(read_prompts(data("spec_bench.jsonl")), target) if len(ids) < 256]
+    short = [
+        ids for ids in encode(read_prompts(data("spec_bench.jsonl")), target) if len(ids) < 256
+    ]
     prompts = short[:: len(short) // PROMPTS][:PROMPTS]
     sampler = Sampler(1.0)
     decoder = Decoder(target, drafter, Policy(K))

@@ -2,7 +2,7 @@
 
     DATA=folder python benchmarks/replay_cost.py --eagle runs/smol-eagle3/best
 
-Decodes 8 held-out prompts (64 tokens, T=1, k=4), then replays the same texts. Intervals are
+Decodes 8 held-out prompts (128 tokens, T=1, k=4), then replays the same texts. Intervals are
 bootstraps over prompts; a decoder would need (its width / replay's width)^2 times as many prompts
 for replay's width. Loading is in neither figure. Texts are needed once a target, and serve the
 replay of every later checkpoint; decoding starts anew for each. Run it on an idle machine.
@@ -27,7 +27,7 @@ from draftsmith.eval.evaluate import read_texts
 from draftsmith.eval.replay import replay
 from draftsmith.train.prompts import encode, read_prompts
 
-K, TOKENS, PROMPTS, SEED = 4, 64, 8, 0
+K, TOKENS, PROMPTS, SEED = 4, 128, 8, 0
 
 
 def measure(folder: Path) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def measure(folder: Path) -> dict[str, Any]:
     ]
     decoded = time.perf_counter() - began
     began = time.perf_counter()
-    found = replay(drafter, read_texts(target, drafter, texts, sampler), K)[K]
+    found = replay(drafter, read_texts(target, drafter, texts, sampler, rows=1), K)[K]
     replayed = time.perf_counter() - began
     tokens = np.array([len(t.tokens) - 1 for t in texts], dtype=float)
     passes = np.array([len(t.rounds) for t in texts], dtype=float)

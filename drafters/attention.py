@@ -64,15 +64,26 @@ def tree_step(slab: Slab, depth: Tensor, ancestors: Tensor) -> Step:
     depth (B, N): distance from the root node; ancestors (B, N, N) bool: [i, j] = j is i or above.
     """
     N = depth.shape[1]
-    slots = torch.arange(slab.view(N), device=depth.device)  # (S,)
-    node = slots - slab.length.unsqueeze(1)  # (B, S) node that a slot holds
-    inside = (node >= 0) & (node < N)
-    index = node.clamp(0, N - 1)
+    view = slab.view(N)
     base = slab.length.unsqueeze(1)
-    key_positions = torch.where(inside, base + depth.gather(1, index), slots)
-    related = ancestors.gather(2, index.unsqueeze(1).expand(-1, N, -1))  # (B, N, S)
-    visible = (node < 0).unsqueeze(1) | (inside.unsqueeze(1) & related)
+    node, visible = tree_seen(slab.length, ancestors, view)
+    slots = torch.arange(view, device=depth.device)  # (S,)
+    key_depth = depth.gather(1, node.clamp(0, N - 1))
+    key_positions = torch.where((node >= 0) & (node < N), base + key_depth, slots)
     return Step(base + depth, key_positions, visible, slab)
+
+
+def tree_seen(start: Tensor, seen: Tensor, view: int) -> tuple[Tensor, Tensor]:
+    """What new nodes see of the first `view` slots, when node f lies in slot start + f.
+
+    start (B,); seen (B, W, F) bool: [.., f] = node f is the new node itself or above it. Returns
+    the node number (B, S) of each slot (below 0: committed) and visible (B, W, S).
+    """
+    count = seen.shape[2]
+    node = torch.arange(view, device=seen.device) - start.unsqueeze(1)
+    index = node.clamp(0, count - 1).unsqueeze(1).expand(-1, seen.shape[1], -1)
+    inside = (node >= 0) & (node < count)
+    return node, (node < 0).unsqueeze(1) | (inside.unsqueeze(1) & seen.gather(2, index))
 
 
 def tree_shape(parents: Tensor) -> tuple[Tensor, Tensor]:

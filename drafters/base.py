@@ -25,22 +25,13 @@ from torch import Tensor, nn
 from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.causal_lm import Tap
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.sampling import Noise, Purpose, Sampler, argmax, pick
+from draftsmith.drafters.grow import Proposal
+from draftsmith.drafters.policy import Policy, StaticTree
+from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.vocab import VocabMap
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Policy:
-    """How to draft: a chain of k tokens."""
-
-    k: int
-
-    def __post_init__(self) -> None:
-        if self.k < 1:
-            raise UserError(f"k: {self.k} is not a draft length; use 1 or more")
 
 
 @dataclass
@@ -67,21 +58,6 @@ class Guesses:
     anchors: Tensor
 
 
-@dataclass
-class Proposal:
-    """One round's draft. tokens (B, N) target ids, node 0 = root; parents (B, N), -1 at the root.
-
-    q (B, N, Vd): row i is the law that node i's first child was drawn from, in draft ids, after
-    the sampler (leaf rows are not read); None when the tokens are a deterministic function of the
-    state. length (B,): valid nodes, the root included (1 = nothing proposed).
-    """
-
-    tokens: Tensor
-    parents: Tensor
-    q: Tensor | None
-    length: Tensor
-
-
 class DrafterConfig(BaseModel):
     """Base of every family's settings; an unknown key is an error."""
 
@@ -96,6 +72,7 @@ class Drafter(nn.Module, ABC):
     deterministic: ClassVar[bool] = False  # a point mass given the state, at any temperature
     depth_causal: ClassVar[bool] = True  # depth j does not depend on k
     rows_shared: ClassVar[bool] = False  # one row serves every (a, j) with the same a + j
+    trees: ClassVar[bool] = False  # whether it can draft trees
 
     def __init__(self, target: Target, config: Any) -> None:
         super().__init__()
@@ -103,6 +80,7 @@ class Drafter(nn.Module, ABC):
         self.config = config
         self.vocab = VocabMap(target.vocab_size)
         self.taps: Sequence[Tap] = ()
+        self.longest: int | None = None  # the deepest draft there is; longer chains are cut to it
 
     target: Target
 
@@ -143,6 +121,21 @@ class Drafter(nn.Module, ABC):
     ) -> Proposal:
         """Drafts after root (B,), the token that follows the anchor."""
 
+    def check(self, policy: Policy) -> None:
+        """Raises UserError for a policy that this drafter cannot follow."""
+        if policy.is_chain:
+            return
+        if not self.trees:
+            raise UserError(f"{policy}: a {self.family} drafter drafts chains only; give k alone")
+        if self.longest is not None and policy.k > self.longest:
+            raise UserError(f"{policy}: deeper than this drafter's {self.longest}; lower its depth")
+        if isinstance(policy, StaticTree):
+            widest = max(path[-1] for path in policy.paths)
+            if widest >= self.vocab.draft_size:
+                raise UserError(
+                    f"{policy}: rank {widest} of {self.vocab.draft_size} draft tokens; use less"
+                )
+
     def _apply(self, fn: Any, recurse: bool = True) -> Drafter:
         """What `to` goes through: the vocabulary, no buffer, follows the weights."""
         super()._apply(fn, recurse)
@@ -173,29 +166,6 @@ def rows_of(states: Tensor, alignment: Alignment, batch: Batch) -> Unroll:
     row = torch.arange(exists.shape[0], device=exists.device).view(-1, 1, 1)
     prev = batch.tokens[row, alignment.compare]  # (B, A, K) x_{a+1+j}
     return Unroll(states[exists], index, prev[exists], depth[exists], alignment.anchors)
-
-
-def draw(
-    logits: Tensor, vocab: VocabMap, sampler: Sampler, noise: Noise, position: Tensor, node: int
-) -> tuple[Tensor, Tensor | None]:
-    """One draft token (B,) in target ids from logits (B, Vd), and the law (B, Vd) it came from.
-
-    position (B,): where the token will stand. The law is None when greedy (a point mass).
-    """
-    if sampler.greedy:
-        return vocab.to_target(argmax(logits)), None
-    q = sampler.probs(logits)
-    return vocab.to_target(pick(q, noise.uniform(Purpose.DRAFT, position, node))), q
-
-
-def chain(root: Tensor, drafts: list[Tensor], laws: list[Tensor | None]) -> Proposal:
-    """The Proposal of a chain: root (B,), drafts k x (B,), laws k x (B, Vd) or None."""
-    tokens = torch.stack([root, *drafts], dim=1)  # (B, k + 1)
-    B, N = tokens.shape
-    parents = torch.arange(-1, N - 1, device=root.device).expand(B, -1)
-    known = [law for law in laws if law is not None]
-    q = torch.stack([*known, torch.zeros_like(known[0])], dim=1) if known else None
-    return Proposal(tokens, parents, q, torch.full_like(root, N))
 
 
 _BUILT_IN = ("ngram", "small", "eagle")

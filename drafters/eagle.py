@@ -22,14 +22,13 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from draftsmith.drafters.attention import tree_seen
 from draftsmith.drafters.base import (
     Drafter,
     DrafterConfig,
     Policy,
     Proposal,
     Unroll,
-    chain,
-    draw,
     register,
     rows_of,
 )
@@ -37,6 +36,7 @@ from draftsmith.drafters.batch import Batch, align
 from draftsmith.drafters.cache import Slab
 from draftsmith.drafters.causal_lm import Tap
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.grow import grow
 from draftsmith.drafters.layers import MLP, BlockConfig, RMSNorm, SelfAttention, init_weights
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.target import Target
@@ -72,6 +72,7 @@ class Eagle(Drafter):
 
     family = "eagle"
     Config = EagleConfig
+    trees = True
     config: EagleConfig
 
     def __init__(self, target: Target, config: EagleConfig) -> None:
@@ -219,31 +220,39 @@ class Eagle(Drafter):
     def propose(
         self, state: EagleState, root: Tensor, policy: Policy, sampler: Sampler, noise: Noise
     ) -> Proposal:
+        """Keys of fed nodes lie in the slots from the root's on, in the order they came."""
         slab, attend = state.slab, self.self_attn
-        token, hidden = root, state.fused.unsqueeze(1)  # (B,), (B, 1, H)
-        drafts, laws = [], []
-        view = slab.view(policy.k)
-        slots = torch.arange(view, device=root.device)
-        for j in range(policy.k):
-            x, residual = self._inputs(token.unsqueeze(1), hidden)
-            position = slab.length.unsqueeze(1) - 1  # the pair's token stands at slot length
+        start = slab.length.clone()
+        states = state.fused.unsqueeze(1)  # (B, F, H) of the nodes fed so far
+        view = slab.view(policy.slots)
+
+        def forward(tokens: Tensor, parent: Tensor, seen: Tensor) -> Tensor:
+            nonlocal states
+            W = tokens.shape[1]
+            above = states.gather(1, parent.unsqueeze(2).expand(-1, -1, states.shape[2]))
+            x, residual = self._inputs(tokens, above)
+            # A pair stands where its feature does, one before its token.
+            position = start.unsqueeze(1) + seen.sum(2) - 2  # (B, W)
             key, value = slab.write(0, *attend.keys(x, position), view)
+            slab.commit(torch.full_like(slab.length, W))
             query = attend.queries(x, position)
-            seen = (slots >= 1) & (slots <= slab.length.unsqueeze(1))  # (B, S)
+            node, visible = tree_seen(start, seen, view)
+            visible = visible & (node != -start.unsqueeze(1)).unsqueeze(1)  # slot 0 holds no pair
             mixed = F.scaled_dot_product_attention(
                 query,
                 attend.over_groups(key),
                 attend.over_groups(value),
-                attn_mask=seen[:, None, None, :],
+                attn_mask=visible.unsqueeze(1),
             )
-            hidden = self._finish(residual, mixed)
-            logits = self.logits(hidden.squeeze(1), token, torch.full_like(token, j))
-            slab.commit(torch.ones_like(slab.length))
-            token, q = draw(logits, self.vocab, sampler, noise, slab.length, j)
-            drafts.append(token)
-            laws.append(q)
-        slab.commit(torch.full_like(slab.length, -policy.k))
-        return chain(root, drafts, laws)
+            hidden = self._finish(residual, mixed)  # (B, W, H)
+            states = hidden if seen.shape[2] == W else torch.cat([states, hidden], dim=1)
+            depth = seen.sum(2) - 1
+            logits = self.logits(hidden.flatten(0, 1), tokens.flatten(), depth.flatten())
+            return logits.unflatten(0, depth.shape)
+
+        proposal = grow(root, start, policy, self.vocab, sampler, noise, forward)
+        slab.length.copy_(start)
+        return proposal
 
 
 def _causal_and_diagonal(

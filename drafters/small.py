@@ -23,14 +23,13 @@ from draftsmith.drafters.base import (
     Policy,
     Proposal,
     Unroll,
-    chain,
-    draw,
     register,
 )
 from draftsmith.drafters.batch import Batch, align
 from draftsmith.drafters.cache import Slab
 from draftsmith.drafters.causal_lm import CausalLM
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.grow import grow
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.source import resolve, tokenizer_hash
 from draftsmith.drafters.target import Target
@@ -137,19 +136,19 @@ class Small(Drafter):
         slab = state.slab
         state.drafted = True
         slab.commit(torch.full_like(slab.length, -1))
-        tokens = torch.stack([state.last, root], dim=1)  # (B, 2)
-        drafts, laws = [], []
-        for j in range(policy.k):
-            final = self.lm(tokens, chain_step(slab, tokens.shape[1])).final[:, -1]
-            slab.commit(torch.full_like(slab.length, tokens.shape[1]))
+        last = state.last.unsqueeze(1)
+
+        def forward(tokens: Tensor, parent: Tensor, seen: Tensor) -> Tensor:
+            fed = tokens if seen.shape[2] > 1 else torch.cat([last, tokens], dim=1)
+            final = self.lm(fed, chain_step(slab, fed.shape[1])).final[:, -1]
+            slab.commit(torch.full_like(slab.length, fed.shape[1]))
             prev = tokens[:, -1]
-            logits = self.logits(final, prev, torch.zeros_like(prev))
-            token, q = draw(logits, self.vocab, sampler, noise, slab.length, j)
-            drafts.append(token)
-            laws.append(q)
-            tokens = token.unsqueeze(1)
+            return self.logits(final, prev, torch.zeros_like(prev)).unsqueeze(1)
+
+        position = slab.length + 1
+        proposal = grow(root, position, policy, self.vocab, sampler, noise, forward)
         slab.commit(torch.full_like(slab.length, -policy.k))
-        return chain(root, drafts, laws)
+        return proposal
 
 
 def _prune(target: Target, layers: list[int], embeddings: str) -> Any:

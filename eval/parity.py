@@ -14,9 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from draftsmith.eval.decoder.text import Text
-from draftsmith.eval.replay import Table, moments
+from draftsmith.eval.replay import Table, moments, survivals
+from draftsmith.eval.walk import Walk
 
 TIE = 1e-3  # two logits closer than this are a tie in fp32
 Z_BOUND = 3.5
@@ -29,7 +31,7 @@ class Split:
     prompt: int
     anchor: int
     depth: int
-    gap: float
+    gap: float  # of a tree: how far its choice of nodes was from another one
 
 
 @dataclass
@@ -81,10 +83,19 @@ def counts(texts: Sequence[Text], k: int) -> list[int]:
     return [len(rounds), *(sum(r.accepted > j for r in rounds) for j in range(k))]
 
 
-def compare(texts: Sequence[Text], tables: Sequence[Table], k: int, deterministic: bool) -> Parity:
-    """Compares decoded texts with replay's tables of the same texts, in the same order."""
+def compare(
+    texts: Sequence[Text],
+    tables: Sequence[Table],
+    k: int,
+    deterministic: bool,
+    block: bool = False,
+) -> Parity:
+    """Compares decoded chains with replay's tables of the same texts, in the same order.
+
+    block: the chains were judged by block verification.
+    """
     counted = counts(texts, k)
-    parts = [moments(table, k) for table in tables]
+    parts = [moments(table, k, block) for table in tables]
     expected = [float(sum(m.mean[i] for m in parts)) for i in range(k + 1)]
     if deterministic:
         found = [
@@ -103,21 +114,47 @@ def compare(texts: Sequence[Text], tables: Sequence[Table], k: int, deterministi
         else:  # nothing random is left: the counts must be the same
             z.append(None)
             equal = equal and abs(count - mean) < 1e-6
-    local = local_z(texts, tables, k)
+    local = local_z(texts, tables, k, block)
     return Parity(False, counted, expected, z, local, equal, len(texts))
 
 
-def local_z(texts: Sequence[Text], tables: Sequence[Table], k: int) -> float | None:
+def compare_trees(texts: Sequence[Text], walks: Sequence[Walk], k: int) -> Parity:
+    """Compares decoded match trees with replay's walks through the same texts: integers are equal.
+
+    A split is a tie where the walk's choice of nodes was within TIE of another one.
+    """
+    counted = counts(texts, k)
+    rounds = [r for walk in walks for r in walk.rounds]
+    expected = [float(len(rounds)), *(float(sum(r.accepted > j for r in rounds)) for j in range(k))]
+    found = []
+    for i, (text, walk) in enumerate(zip(texts, walks, strict=True)):
+        pairs = list(zip_longest(text.rounds, walk.rounds))
+        at = next((n for n, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+        if at is not None:
+            margin = walk.margins[at] if at < len(walk.margins) else math.inf
+            anchor = (pairs[at][1] or pairs[at][0]).anchor
+            accepted = [r.accepted for r in pairs[at] if r is not None]
+            found.append(Split(i, anchor, min(accepted), margin))
+    ties = [s for s in found if s.gap < TIE]
+    splits = [s for s in found if s.gap >= TIE]
+    none: list[float | None] = [None] * (k + 1)
+    return Parity(True, counted, expected, none, None, not splits, len(texts), ties, splits)
+
+
+def local_z(
+    texts: Sequence[Text], tables: Sequence[Table], k: int, block: bool = False
+) -> float | None:
     """z of the sum of (r - 1/2) (accepted - r) over every depth tried, r its chance in the table.
 
     None where no try had a chance between 0 and 1 (other than 1/2, which weighs nothing).
     """
     total = variance = 0.0
     for text, table in zip(texts, tables, strict=True):
+        S = survivals(table, k, block)
         for anchor, _, accepted in text.rounds:
             i = anchor - len(text.prompt) + 1
             for j in range(min(k, int(table.limit[i]), accepted + 1)):
-                r = float(table.ratio[i, j])
+                r = float(S[i, j + 1] / S[i, j]) if S[i, j] > 0 else 0.0
                 total += (r - 0.5) * ((accepted > j) - r)
                 variance += (r - 0.5) ** 2 * r * (1 - r)
     return total / math.sqrt(variance) if variance > 1e-9 else None

@@ -27,15 +27,21 @@ ROWS = 512  # rows of (anchor, depth) whose logits are alive at a time
 class Table:
     """One text (a target-made span of L tokens) as the drafter sees it.
 
-    ratio (L, K): chance that depth j of anchor i is accepted, given the depths before it; anchor
-    i's root is the text's token i. limit (L,): depths that exist and were proposed. gap (L, K):
-    distance of q's two largest logits (inf where there is no q). prompt: which sample it is of.
+    weight (L, K): q(x) / p(x) of the text's own token at depth j of anchor i, whose root is the
+    text's token i; 1 or 0 where drafts are deterministic. limit (L,): depths that exist and were
+    proposed. gap (L, K): distance of q's two largest logits (inf where there is no q). prompt:
+    which sample it is of.
     """
 
-    ratio: Array
+    weight: Array
     limit: NDArray[np.int64]
     gap: Array
     prompt: int
+
+    @property
+    def ratio(self) -> Array:
+        """(L, K): chance that depth j is accepted given the depths before it, token by token."""
+        return np.minimum(self.weight, 1.0)
 
     @property
     def tokens(self) -> int:
@@ -53,32 +59,33 @@ def tables(drafter: Drafter, batch: Batch, depths: int, first_prompt: int = 0) -
     unroll = drafter.unroll(batch, depths)
     if isinstance(unroll, Guesses):
         exists = alignment.exists & (unroll.tokens >= 0)
-        ratio = ((unroll.tokens == alignment.label) & exists).double()
-        gap = torch.full_like(ratio, float("inf"))
+        weight = ((unroll.tokens == alignment.label) & exists).double()
+        gap = torch.full_like(weight, float("inf"))
     else:
         exists = unroll.index >= 0
-        ratio = torch.zeros(exists.shape, dtype=torch.float64, device=batch.device)
-        gap = torch.full_like(ratio, float("inf"))
-        filled_ratio, filled_gap = [], []
+        weight = torch.zeros(exists.shape, dtype=torch.float64, device=batch.device)
+        gap = torch.full_like(weight, float("inf"))
+        filled_weight, filled_gap = [], []
         for chunk in chunks(batch, alignment, unroll, ROWS):
             stats = chunk_stats(drafter, batch, unroll, unroll.hidden, chunk)
-            accept = (stats.logq.double() - stats.logp.double()).exp().clamp(max=1.0)
+            # Bounded, so that a token that p lacks (foreign text) leaves finite products.
+            ratio = (stats.logq.double() - stats.logp.double()).clamp(max=50.0).exp()
             if batch.sampler.greedy:
-                accept = stats.logq.double().exp()
-            accept = accept.nan_to_num(0.0)  # neither p nor q holds the token: foreign text
-            filled_ratio.append(accept[chunk.cell])
+                ratio = stats.logq.double().exp()
+            ratio = ratio.nan_to_num(0.0)  # neither p nor q holds the token: foreign text
+            filled_weight.append(ratio[chunk.cell])
             filled_gap.append(stats.gap.double()[chunk.cell])
-        if filled_ratio:
-            ratio[exists] = torch.cat(filled_ratio)
+        if filled_weight:
+            weight[exists] = torch.cat(filled_weight)
             gap[exists] = torch.cat(filled_gap)
     limit = exists.long().cumprod(2).sum(2)  # (B, A)
-    return _split(batch, alignment.anchors, ratio, limit, gap, first_prompt)
+    return _split(batch, alignment.anchors, weight, limit, gap, first_prompt)
 
 
 def _split(
     batch: Batch,
     anchors: torch.Tensor,
-    ratio: torch.Tensor,
+    weight: torch.Tensor,
     limit: torch.Tensor,
     gap: torch.Tensor,
     first_prompt: int,
@@ -106,7 +113,7 @@ def _split(
                 cut = slice(start, i + 1)
                 out.append(
                     Table(
-                        ratio[b, cut].cpu().numpy(),
+                        weight[b, cut].cpu().numpy(),
                         limit[b, cut].cpu().numpy(),
                         gap[b, cut].cpu().numpy(),
                         prompt,
@@ -116,12 +123,19 @@ def _split(
     return out
 
 
-def survivals(table: Table, k: int) -> Array:
-    """S (L, k + 2) under the token rule: S_0 = 1, S_{j+1} = S_j r_j; 0 past the last depth."""
+def survivals(table: Table, k: int, block: bool = False) -> Array:
+    """S (L, k + 2): chance that at least j drafts are accepted; 0 past the last depth.
+
+    Token rule: S_{j+1} = S_j min(1, w_j). Block rule: S_{j+1} = min(S_j, w_0 .. w_j).
+    """
     L = len(table.limit)
     S = np.zeros((L, k + 2))
     S[:, 0] = 1.0
-    S[:, 1 : k + 1] = np.cumprod(table.ratio[:, :k], axis=1)
+    if block:
+        products = np.minimum(np.cumprod(table.weight[:, :k], axis=1), 1.0)
+        S[:, 1 : k + 1] = np.minimum.accumulate(products, axis=1)
+    else:
+        S[:, 1 : k + 1] = np.cumprod(table.ratio[:, :k], axis=1)
     S[:, 1 : k + 1] *= np.arange(k) < table.limit[:, None]
     return S
 
@@ -139,10 +153,10 @@ class Moments:
     survived: Array
 
 
-def moments(table: Table, k: int) -> Moments:
+def moments(table: Table, k: int, block: bool = False) -> Moments:
     """Backward recursion for the moments of n, forward recursion for alpha (DESIGN.md, Replay)."""
     L = len(table.limit)
-    S = survivals(table, k)
+    S = survivals(table, k, block)
     P = S[:, :-1] - S[:, 1:]  # (L, k + 1): chance that m drafts are accepted
     f = np.ones((k + 1, k + 1))  # f[m] = [1, m > 0, m > 1, ..]
     f[:, 1:] = np.arange(k + 1)[:, None] > np.arange(k)
@@ -181,10 +195,16 @@ class Replay:
     biased: bool = False
 
 
-def summarise(all_tables: Sequence[Table], k: int, resamples: int = 1000, seed: int = 0) -> Replay:
+def summarise(
+    all_tables: Sequence[Table],
+    k: int,
+    resamples: int = 1000,
+    seed: int = 0,
+    block: bool = False,
+) -> Replay:
     """tau = all tokens / all expected passes; its interval is a bootstrap over prompts."""
     worked = [t for t in all_tables if t.tokens > 0]
-    parts = [moments(t, k) for t in worked]
+    parts = [moments(t, k, block) for t in worked]
     tokens = np.array([t.tokens for t in worked], dtype=float)
     passes = np.array([m.mean[0] for m in parts])
     reached = sum((m.reached for m in parts), np.zeros(k))
@@ -210,8 +230,12 @@ def _bootstrap(
     return float(low), float(high)
 
 
-def replay(drafter: Drafter, batches: Iterable[Batch], k: int, seed: int = 0) -> dict[int, Replay]:
-    """Replay at every draft length 1..k over batches the target has read.
+def replay(
+    drafter: Drafter, batches: Iterable[Batch], k: int, seed: int = 0, block: bool = False
+) -> dict[int, Replay]:
+    """Replay of chains at every draft length 1..k over batches the target has read.
+
+    block: under block verification, instead of token by token.
 
     One unroll serves all lengths where a depth does not depend on k; other families unroll per k.
     """
@@ -224,7 +248,7 @@ def replay(drafter: Drafter, batches: Iterable[Batch], k: int, seed: int = 0) ->
         return out
 
     full = at(k) if drafter.depth_causal else None
-    out = {j: summarise(full or at(j), j, seed=seed) for j in range(1, k + 1)}
+    out = {j: summarise(full or at(j), j, seed=seed, block=block) for j in range(1, k + 1)}
     for result in out.values():
         result.biased = any(batch.foreign for batch in read)
     return out

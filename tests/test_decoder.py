@@ -18,9 +18,10 @@ from transformers import PreTrainedTokenizerFast
 
 import reference
 import tiny
-from draftsmith.drafters import small as small_module
-from draftsmith.drafters.base import Drafter, Policy, draw, family
+from draftsmith.drafters import grow as grow_module
+from draftsmith.drafters.base import Drafter, Policy, family
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.grow import draw
 from draftsmith.drafters.sampling import Noise, Purpose, Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.vocab import VocabMap
@@ -399,7 +400,7 @@ def shared_noise(self: Noise, purpose: Purpose, position: Tensor, node: int) -> 
 UNIFORM = Noise.uniform
 FAULTS: dict[str, tuple[Any, str, Callable]] = {
     "correction drawn from p": (accept, "chain", corrected_from_p),
-    "q is not the sampling law": (small_module, "draw", drawn_sharper),
+    "q is not the sampling law": (grow_module, "draw", drawn_sharper),
     "draft and coin share their noise": (Noise, "uniform", shared_noise),
 }
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 import reference
 import tiny
 import toys  # noqa: F401  (registers the toy families)
-from draftsmith.drafters import base, eagle
+from draftsmith.drafters import grow
 from draftsmith.drafters.base import Drafter, Policy, family
 from draftsmith.drafters.batch import Batch, align, batch_of
 from draftsmith.drafters.eagle import Eagle
@@ -211,7 +211,7 @@ def test_sampled_counts_agree(name: str, family_name: str, sampler: Sampler, k: 
     assert abs(local) < 3.5
 
 
-CHAIN, EXTEND = accept.chain, Eagle.extend
+CHAIN, EXTEND, DRAW = accept.chain, Eagle.extend, grow.draw
 
 
 def corrected_from_p(
@@ -224,7 +224,7 @@ def corrected_from_p(
 def drawn_sharper(
     logits: Tensor, vocab: VocabMap, sampler: Sampler, noise: Noise, position: Tensor, node: int
 ) -> tuple[Tensor, Tensor | None]:
-    token, _ = base.draw(logits / 0.6, vocab, sampler, noise, position, node)
+    token, _ = DRAW(logits / 0.6, vocab, sampler, noise, position, node)
     return token, sampler.probs(logits)
 
 
@@ -253,7 +253,7 @@ def uncut_record(
 Plant = tuple[Any, str, Callable]
 FAULTS: dict[str, tuple[str, Plant]] = {
     "the correction is drawn from p": ("eagle", (accept, "chain", corrected_from_p)),
-    "q is not the sampling law": ("eagle", (eagle, "draw", drawn_sharper)),
+    "q is not the sampling law": ("eagle", (grow, "draw", drawn_sharper)),
     "drafts past the end are counted": ("small", (loop, "_record", uncut_record)),
     "taps read the neighbouring layer": ("eagle", (Eagle, "extend", next_layer)),
     "features stand one token late": ("eagle", (Eagle, "extend", next_token)),

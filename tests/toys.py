@@ -6,7 +6,7 @@ toy-medusa: heads on one state, so that q depends on `depth`; reduced vocabulary
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -16,23 +16,11 @@ from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter, Policy, Proposal, Unroll, rows_of
 from draftsmith.drafters.batch import Batch, align
 from draftsmith.drafters.cache import Slab
+from draftsmith.drafters.grow import from_states, grow
 from draftsmith.drafters.layers import BlockConfig, RMSNorm, SelfAttention, init_weights
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.vocab import VocabMap
-
-
-def drafts_from(
-    drafter: Drafter, hidden: Tensor, root: Tensor, length: Tensor, sampler: Sampler, noise: Noise
-) -> Proposal:
-    """A chain drawn from hidden states (B, k, H) that are known beforehand; length (B,)."""
-    token, drafts, laws = root, [], []
-    for j in range(hidden.shape[1]):
-        logits = drafter.logits(hidden[:, j], token, torch.full_like(token, j))
-        token, q = base.draw(logits, drafter.vocab, sampler, noise, length + 1 + j, j)
-        drafts.append(token)
-        laws.append(q)
-    return base.chain(root, drafts, laws)
 
 
 class ToyBlockConfig(base.DrafterConfig):
@@ -54,6 +42,7 @@ class ToyBlock(Drafter):
     family = "toy-block"
     Config = ToyBlockConfig
     depth_causal = False
+    trees = True
     config: ToyBlockConfig
 
     def __init__(self, target: Target, config: ToyBlockConfig) -> None:
@@ -132,9 +121,8 @@ class ToyBlock(Drafter):
         seen = torch.arange(key.shape[2]) < state.length.unsqueeze(1) + N  # (B, S)
         query = self.attend.queries(normed, position)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=seen[:, None, None])
-        return drafts_from(
-            self, (x + self.attend.output(mixed))[:, 1:], root, state.length, sampler, noise
-        )
+        forward = from_states(self, (x + self.attend.output(mixed))[:, 1:])
+        return grow(root, state.length, policy, self.vocab, sampler, noise, forward)
 
 
 class ToyMedusaConfig(base.DrafterConfig):
@@ -158,11 +146,13 @@ class ToyMedusa(Drafter):
 
     family = "toy-medusa"
     Config = ToyMedusaConfig
+    trees = True
     config: ToyMedusaConfig
 
     def __init__(self, target: Target, config: ToyMedusaConfig) -> None:
         super().__init__(target, config)
         self.taps = ["normed"]
+        self.longest = config.heads
         H = target.hidden_size
         self.heads = nn.Parameter(0.02 * torch.randn(config.heads, H, H))
         self.vocab = VocabMap(target.vocab_size, torch.arange(config.first, target.vocab_size))
@@ -193,6 +183,7 @@ class ToyMedusa(Drafter):
     def propose(
         self, state: MedusaState, root: Tensor, policy: Policy, sampler: Sampler, noise: Noise
     ) -> Proposal:
-        k = min(policy.k, self.config.heads)
-        hidden = state.g.unsqueeze(1).expand(-1, k, -1)
-        return drafts_from(self, hidden, root, state.length, sampler, noise)
+        if policy.is_chain:
+            policy = replace(policy, k=min(policy.k, self.config.heads))
+        forward = from_states(self, state.g.unsqueeze(1).expand(-1, policy.k, -1))
+        return grow(root, state.length, policy, self.vocab, sampler, noise, forward)

@@ -6,6 +6,7 @@ certified is what serves. p and q are distributions after the serving sampler.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -47,10 +48,15 @@ class KeyedDraws:
 
 @dataclass
 class Accepted:
-    """count (B,): accepted drafts; token (B,): the token the target adds after them."""
+    """count (B,): accepted drafts; token (B,): the token the target adds after them.
+
+    path (B, D): nodes of a tree from the root to the last accepted one, then zeros; None where
+    they are 0, 1, 2, .. as in a chain.
+    """
 
     count: Tensor
     token: Tensor
+    path: Tensor | None = None
 
 
 def leading(accepted: Tensor) -> Tensor:
@@ -82,11 +88,116 @@ def chain(drafts: Tensor, length: Tensor, p: Tensor, q: Tensor, draws: Draws) ->
     valid = torch.arange(K, device=drafts.device) < (length - 1).unsqueeze(1)
     prob = torch.where(q_draft > 0, (p_draft / q_draft.clamp(min=1e-38)).clamp(max=1.0), 0.0)
     count = leading(draws.accept(prob) & valid)  # (B,)
-    row = torch.arange(drafts.shape[0], device=drafts.device)
+    return Accepted(count, draws.pick(_after(count, length, p, q, torch.ones_like(p[:, :, 0]))))
+
+
+def _after(count: Tensor, length: Tensor, p: Tensor, q: Tensor, scale: Tensor) -> Tensor:
+    """Weights (B, V) of the token after count (B,) accepted drafts: (scale p - q)+ there.
+
+    scale (B, K + 1) is of each p. All drafts accepted, or a residual that rounding emptied: p.
+    """
+    row = torch.arange(len(count), device=count.device)
     here = p[row, count]  # (B, V) the target's law after the last accepted token
-    against = q[row, count.clamp(max=K - 1)]
-    residual = (here - against).clamp(min=0)
-    # All drafts accepted, or a residual that rounding emptied: the target's own law.
+    against = q[row, count.clamp(max=q.shape[1] - 1)]
+    residual = (scale[row, count].unsqueeze(1) * here - against).clamp(min=0)
     own = (count >= length - 1) | (residual.sum(1) <= 0)
-    weights = torch.where(own.unsqueeze(1), here, residual)
-    return Accepted(count, draws.pick(weights))
+    return torch.where(own.unsqueeze(1), here, residual)
+
+
+def block(drafts: Tensor, length: Tensor, p: Tensor, q: Tensor, draws: Draws) -> Accepted:
+    """Block verification of a chain (Sun et al. 2403.10444, Algorithm 2). Shapes as in `chain`.
+
+    Every prefix gets a coin of its own and the longest one that wins is kept, so a poor draft in
+    front of good ones does not end the round. No rule keeps more of one path.
+    """
+    K = drafts.shape[1]
+    at = drafts.unsqueeze(2)
+    p_draft = p[:, :-1].gather(2, at).squeeze(2)  # (B, K)
+    q_draft = q.gather(2, at).squeeze(2)
+    ratio = torch.where(q_draft > 0, p_draft / q_draft.clamp(min=1e-38), 0.0)
+    weight = [torch.ones_like(ratio[:, 0])]  # P_0, P_1, ..: how much of p the prefix stands for
+    for j in range(K):
+        weight.append((weight[-1] * ratio[:, j]).clamp(max=1.0))
+    P = torch.stack(weight, dim=1)  # (B, K + 1)
+    # left_i: what of p the drafts after i could not cover, for 0 < i < K.
+    left = (P[:, 1:K, None] * p[:, 1:K] - q[:, 1:]).clamp(min=0).sum(2)  # (B, K - 1)
+    inner = left / (left + 1 - P[:, 1:K]).clamp(min=1e-38)
+    prob = torch.cat([inner, P[:, K:]], dim=1)
+    number = torch.arange(1, K + 1, device=drafts.device)
+    last = (length - 1).unsqueeze(1)
+    prob = torch.where(number == last, P[:, 1:], prob).clamp(max=1.0)
+    kept = draws.accept(prob) & (number <= last)
+    count = (kept * number).amax(1)  # (B,)
+    return Accepted(count, draws.pick(_after(count, length, p, q, P)))
+
+
+def match_tree(
+    tokens: Tensor, parents: Tensor, shape: tuple[Tensor, Tensor], length: Tensor, choice: Tensor
+) -> Accepted:
+    """`match` on a tree whose siblings differ: at most one child of a node is the target's choice.
+
+    tokens, parents (B, N); shape: attention.tree_shape(parents); length (B,) valid nodes; choice
+    (B, N): the target's own token after each node.
+    """
+    depth, above = shape  # (B, N), (B, N, N)
+    node = torch.arange(tokens.shape[1], device=tokens.device)
+    right = tokens == choice.gather(1, parents.clamp(min=0))
+    right = (right & (node < length.unsqueeze(1))) | (node == 0)
+    whole = right & ~(above & ~right.unsqueeze(1)).any(2)  # the node and all above it
+    return _along(whole, depth, node, lambda last: choice.gather(1, last).squeeze(1))
+
+
+def _along(
+    kept: Tensor, depth: Tensor, node: Tensor, token: Callable[[Tensor], Tensor]
+) -> Accepted:
+    """Accepted of kept (B, N) nodes, one at each depth; token((B, 1) last node) -> (B,)."""
+    count = torch.where(kept, depth, 0).amax(1)  # (B,)
+    at = torch.where(kept, depth, depth.shape[1])  # (B, N); the surplus column is cut off
+    path = torch.zeros_like(depth[:, :1]).expand(-1, depth.shape[1] + 1).contiguous()
+    path.scatter_(1, at, node.expand_as(at))
+    last = path.gather(1, count.unsqueeze(1))
+    return Accepted(count, token(last), path[:, :-1])
+
+
+def without_replacement(
+    tokens: Tensor,
+    parents: Tensor,
+    shape: tuple[Tensor, Tensor],
+    p: Tensor,
+    q: Tensor,
+    draws: Draws,
+) -> Accepted:
+    """Trees whose siblings were drawn from q without replacement (Jeon et al. 2402.14160;
+    Chen et al. 2402.12374): a refused child's residual is judged by q without that child.
+
+    tokens, parents (B, N); shape: attention.tree_shape(parents); p (B, N, V): the target's law
+    after each node; q (B, N, V): the law that each node's first child was drawn from.
+    """
+    depth, _ = shape
+    B, N = tokens.shape
+    row = torch.arange(B, device=tokens.device)
+    node = torch.arange(N, device=tokens.device)
+    kept = (node == 0).expand(B, -1).clone()
+    at = torch.zeros_like(row)
+    here = p[:, 0]  # (B, V) what is left of the target's law at the node reached
+    law = q[:, 0]
+    # Nodes in order: a sibling is judged after its elders, a child after its parent.
+    for i in range(1, N):
+        asked = parents[:, i] == at  # rows that stand at its parent
+        x = tokens[:, i].unsqueeze(1)
+        mass, total = law.sum(1), here.sum(1)
+        p_x = here.gather(1, x).squeeze(1) / total
+        q_x = law.gather(1, x).squeeze(1) / mass.clamp(min=1e-38)
+        could = asked & (q_x > 0)  # else the draft's law had run out
+        prob = torch.where(could, (p_x / q_x.clamp(min=1e-38)).clamp(max=1.0), 0.0)
+        won = draws.accept(prob.unsqueeze(1)).squeeze(1) & could
+        scaled = here / total.unsqueeze(1) - law / mass.clamp(min=1e-38).unsqueeze(1)
+        residual = scaled.clamp(min=0)
+        lost = could & ~won & (residual.sum(1) > 0)
+        here = torch.where(lost.unsqueeze(1), residual, here)
+        law = torch.where(asked.unsqueeze(1), law.scatter(1, x, 0.0), law)
+        here = torch.where(won.unsqueeze(1), p[:, i], here)
+        law = torch.where(won.unsqueeze(1), q[:, i], law)
+        at = torch.where(won, i, at)
+        kept[:, i] = won
+    return _along(kept, depth, node, lambda _: draws.pick(here))

@@ -43,7 +43,10 @@ class Clock:
 
 
 class Decoder:
-    """Decodes batches of prompts with a target and, unless None, a drafter."""
+    """Decodes batches of prompts with a target and, unless None, a drafter.
+
+    Raises UserError for a policy that the drafter cannot follow.
+    """
 
     def __init__(
         self, target: Target, drafter: Drafter | None = None, policy: Policy | None = None
@@ -52,7 +55,8 @@ class Decoder:
         self.drafter = drafter
         self.policy = policy or Policy(k=1)
         self.clock = Clock()
-        self._width = self.policy.k + 1 if drafter else 1
+        if drafter is not None:
+            drafter.check(self.policy)
 
     @torch.inference_mode()
     def generate(
@@ -74,12 +78,15 @@ class Decoder:
         target's positions.
         """
         self._check(prompts, max_new_tokens, rows)
+        if sampler.greedy and self.policy.sampled and not self.policy.is_chain:
+            raise UserError(f"{self.policy}: nothing is drawn at temperature 0; use a ranked tree")
         device = self.target.device
         texts = [Text(list(prompt)) for prompt in prompts]
         cutter = Cutter(self.target, max_new_tokens, stop)
         ids = torch.tensor(list(rows) if rows is not None else range(len(texts)), device=device)
         widest = max(len(text.prompt) for text in texts)
-        capacity = widest + max_new_tokens + 2 * self._width
+        slots = self.policy.slots if self.drafter else 1
+        capacity = widest + max_new_tokens + 2 * slots
         slab = Slab(len(texts), capacity, device)
         state = self.drafter.start(len(texts), capacity) if self.drafter else None
         taps = self.drafter.taps if self.drafter else ()
@@ -93,7 +100,7 @@ class Decoder:
         last = out.final[torch.arange(len(texts)), counts - 1]
         noise = Noise(seed, ids, torch.zeros_like(ids))
         logits = self.target.head(last).unsqueeze(1)  # (B, 1, V)
-        root = self._own_choice(logits, sampler, noise, slab.length)[:, 0]
+        root = _own_choice(logits, sampler, noise, slab.length.unsqueeze(1))[:, 0]
         self._sync()
         self.clock.prefill += time.perf_counter() - started
         for text, token in zip(texts, root.tolist(), strict=True):
@@ -126,27 +133,35 @@ class Decoder:
         proposal = self._propose(state, root, sampler, noise)
         self._sync()
         drafted = time.perf_counter()
-        if self.drafter:
-            step = tree_step(slab, *tree_shape(proposal.parents))
-        else:
-            step = chain_step(slab, 1)
+        shape = tree_shape(proposal.parents)
+        step = tree_step(slab, *shape)
         taps = self.drafter.taps if self.drafter else ()
         out = self.target(proposal.tokens, step, taps)
         logits = self.target.head(out.final)  # (B, N, V)
         self._sync()
         verified = time.perf_counter()
-        result = self._accept(proposal, logits, sampler, noise, slab)
+        result = self._accept(proposal, shape, logits, sampler, noise, slab)
         counts = torch.where(active, result.count + 1, 0)
+        tokens, features = proposal.tokens, out.features
+        if result.path is not None:
+            path = result.path[:, : self.policy.k + 1]  # (B, k + 1)
+            slab.gather(slab.length, path)
+            tokens = tokens.gather(1, path)
+            features = {
+                name: of.gather(1, path.unsqueeze(2).expand(-1, -1, of.shape[2]))
+                for name, of in features.items()
+            }
         slab.commit(counts)
-        host = torch.stack([result.count, result.token, proposal.length], dim=1).tolist()
-        drafts = proposal.tokens[:, 1:].tolist()
+        deepest = _deepest(shape[0], proposal.length)
+        host = torch.stack([result.count, result.token, deepest], dim=1).tolist()
+        drafts = tokens[:, 1:].tolist()
         new = 0
-        for b, (accepted, token, length) in enumerate(host):
+        for b, (accepted, token, proposed) in enumerate(host):
             if not texts[b].finish:
-                new += _record(texts[b], drafts[b], accepted, token, length - 1, cutter)
+                new += _record(texts[b], drafts[b], accepted, token, proposed, cutter)
         accepted_at = time.perf_counter()
         if self.drafter:
-            self.drafter.extend(state, proposal.tokens, out.features, counts)
+            self.drafter.extend(state, tokens, features, counts)
             self._sync()
         done = time.perf_counter()
         self.clock.draft += drafted - began + done - accepted_at
@@ -167,24 +182,28 @@ class Decoder:
         return proposal
 
     def _accept(
-        self, proposal: Proposal, logits: Tensor, sampler: Sampler, noise: Noise, slab: Slab
+        self,
+        proposal: Proposal,
+        shape: tuple[Tensor, Tensor],
+        logits: Tensor,
+        sampler: Sampler,
+        noise: Noise,
+        slab: Slab,
     ) -> accept.Accepted:
-        drafts = proposal.tokens[:, 1:]
+        tokens, parents, length = proposal.tokens, proposal.parents, proposal.length
         if proposal.q is None:
-            choice = self._own_choice(logits, sampler, noise, slab.length + 1)
-            return accept.match(drafts, proposal.length, choice)
+            position = slab.length.unsqueeze(1) + 1 + shape[0]  # (B, N) of the token after a node
+            choice = _own_choice(logits, sampler, noise, position)
+            if self.policy.is_chain:
+                return accept.match(tokens[:, 1:], length, choice)
+            return accept.match_tree(tokens, parents, shape, length, choice)
         assert self.drafter is not None
-        K = drafts.shape[1]
-        q = self.drafter.vocab.spread(proposal.q[:, :K])  # (B, K, V)
-        draws = accept.KeyedDraws(noise, slab.length)
-        return accept.chain(drafts, proposal.length, sampler.probs(logits), q, draws)
-
-    def _own_choice(self, logits: Tensor, sampler: Sampler, noise: Noise, first: Tensor) -> Tensor:
-        """The target's own tokens (B, N) of logits (B, N, V); first (B,): token 0's position."""
-        if sampler.greedy:
-            return argmax(logits)
-        position = first.unsqueeze(1) + torch.arange(logits.shape[1], device=logits.device)
-        return pick(sampler.probs(logits), noise.uniform(Purpose.TARGET, position, 0))
+        p, draws = sampler.probs(logits), accept.KeyedDraws(noise, slab.length)
+        q = self.drafter.vocab.spread(proposal.q)  # (B, N, V)
+        if not self.policy.is_chain:
+            return accept.without_replacement(tokens, parents, shape, p, q, draws)
+        rule = accept.block if self.policy.block else accept.chain
+        return rule(tokens[:, 1:], length, p, q[:, : tokens.shape[1] - 1], draws)
 
     def _sync(self) -> None:
         """Waits for the device, so that a clock reading means what it says."""
@@ -219,6 +238,19 @@ class Decoder:
                     f"prompt {i}: {len(prompt)} tokens and max_new_tokens {max_new_tokens} exceed "
                     f"the target's {self.target.max_positions} positions; shorten either"
                 )
+
+
+def _own_choice(logits: Tensor, sampler: Sampler, noise: Noise, position: Tensor) -> Tensor:
+    """The target's own tokens (B, N) of logits (B, N, V), which stand at position (B, N)."""
+    if sampler.greedy:
+        return argmax(logits)
+    return pick(sampler.probs(logits), noise.uniform(Purpose.TARGET, position, 0))
+
+
+def _deepest(depth: Tensor, length: Tensor) -> Tensor:
+    """(B,): depth of the deepest valid node, of depth (B, N) and length (B,)."""
+    valid = torch.arange(depth.shape[1], device=depth.device) < length.unsqueeze(1)
+    return torch.where(valid, depth, 0).amax(1)
 
 
 def _record(

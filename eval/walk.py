@@ -1,0 +1,123 @@
+"""Replay of match trees: the tree is walked along the text, proposing at the anchors reached.
+
+A tree that is a deterministic function of the state accepts exactly as far as the text itself is
+a path in it, so nothing is left to expectation: given the text, every round is known. The drafter
+proposes from its own cache, fed with the features of one teacher-forced pass; no verify pass runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftsmith.drafters.attention import tree_shape
+from draftsmith.drafters.base import Drafter, Policy
+from draftsmith.drafters.batch import Batch, all_anchors, span_ends
+from draftsmith.drafters.sampling import Noise
+from draftsmith.eval.decoder.text import Round
+
+
+@dataclass
+class Walk:
+    """The rounds of one text, and for each how near its tree was to another choice of nodes."""
+
+    rounds: list[Round]
+    margins: list[float]
+    tokens: int  # that verify passes emit
+
+
+@dataclass
+class _Spans:
+    """Target-made spans as rows: each one's text from its segment's start, and where it begins.
+
+    source (n,): the row of the batch that a span lies in; first, anchor, end (n,): positions in
+    that row of its segment's first token, its first anchor and its last token.
+    """
+
+    source: Tensor
+    first: Tensor
+    anchor: Tensor
+    end: Tensor
+
+
+def _spans(batch: Batch) -> _Spans:
+    """Every span that has an anchor, row by row."""
+    ends = span_ends(batch)
+    found = []
+    for b, row in enumerate(all_anchors(batch).tolist()):
+        last = -1
+        for a in row:
+            end = int(ends[b, a + 1]) if a >= 0 else last
+            if end != last:
+                found.append((b, a - int(batch.position[b, a]), a, end))
+                last = end
+    columns = torch.tensor(found, device=batch.device).reshape(-1, 4).T
+    return _Spans(*columns)
+
+
+@torch.no_grad()
+def walk(drafter: Drafter, batch: Batch, policy: Policy) -> list[Walk]:
+    """The rounds that decoding under `policy` takes for each text of a batch the target has read.
+
+    For policies whose drafts are a deterministic function of the state. Texts come in the order
+    of `replay.tables`.
+    """
+    spans = _spans(batch)
+    n = len(spans.source)
+    walks = [Walk([], [], int(e - a - 1)) for a, e in zip(spans.anchor, spans.end, strict=True)]
+    if not n:
+        return walks
+    rows = spans.source.unsqueeze(1)
+    widest = int((spans.end - spans.first).max()) + 1
+    state = drafter.start(n, widest + 2 * policy.slots)
+
+    def feed(start: Tensor, counts: Tensor) -> None:
+        """The next counts (n,) tokens of each text from position start (n,) on."""
+        offset = torch.arange(max(int(counts.max()), 1), device=batch.device)
+        at = (start.unsqueeze(1) + offset).clamp(max=batch.tokens.shape[1] - 1)
+        features = {name: of[rows, at] for name, of in batch.features.items()}
+        drafter.extend(state, batch.tokens[rows, at], features, counts)
+
+    anchor = spans.anchor.clone()
+    feed(spans.first, anchor - spans.first + 1)
+    none = Noise(0, torch.zeros_like(anchor), torch.zeros_like(anchor))
+    while bool((anchor + 1 < spans.end).any()):
+        going = anchor + 1 < spans.end
+        root = batch.tokens[spans.source, (anchor + 1).clamp(max=batch.tokens.shape[1] - 1)]
+        proposal = drafter.propose(state, root, policy, batch.sampler, none)
+        depth, above = tree_shape(proposal.parents)  # (n, N), (n, N, N)
+        node = torch.arange(depth.shape[1], device=batch.device)
+        valid = node < proposal.length.unsqueeze(1)
+        stands = anchor.unsqueeze(1) + 1 + depth  # where each node would stand in the text
+        within = stands <= spans.end.unsqueeze(1)
+        text = batch.tokens[rows, stands.clamp(max=batch.tokens.shape[1] - 1)]
+        right = valid & within & (proposal.tokens == text)
+        whole = right & ~(above & ~right.unsqueeze(1)).any(2)
+        accepted = torch.where(whole, depth, 0).amax(1)
+        proposed = torch.where(valid & within, depth, 0).amax(1)
+        margin = proposal.margin
+        for b in going.nonzero().flatten().tolist():
+            # Positions within the text, as the decoder numbers them.
+            at = int(anchor[b] - spans.first[b])
+            walks[b].rounds.append(Round(at, int(proposed[b]), int(accepted[b])))
+            walks[b].margins.append(float("inf") if margin is None else float(margin[b]))
+        counts = torch.where(going, accepted + 1, 0)
+        feed(anchor + 1, counts)
+        anchor = anchor + counts
+    return walks
+
+
+def pooled_tau(walks: Sequence[Walk]) -> float:
+    """All tokens that verify passes emit, by all verify passes."""
+    passes = sum(len(w.rounds) for w in walks)
+    return sum(w.tokens for w in walks) / passes if passes else float("nan")
+
+
+def alphas(walks: Sequence[Walk], k: int) -> list[float | None]:
+    """Chance of depth j = 0.. k-1 given that the depths before it were accepted."""
+    rounds = [r for w in walks for r in w.rounds]
+    reached = [sum(r.proposed > j and r.accepted >= j for r in rounds) for j in range(k)]
+    return [sum(r.accepted > j for r in rounds) / n if n else None for j, n in enumerate(reached)]

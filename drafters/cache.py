@@ -12,18 +12,22 @@ from torch import Tensor
 
 from draftsmith.drafters.errors import UserError
 
-_VIEW = 64  # views grow in steps, so that the allocator and SDPA see few shapes
+# Views grow in steps: the allocator and SDPA see few shapes, and on a GPU graphs are few.
+_VIEW = {"cpu": 64}
+_VIEW_ELSEWHERE = 256
 
 
 class Slab:
     """Keys and values (B, Hkv, S, D) per layer, allocated from the first write (dtype follows).
 
-    length (B,): committed slots of each row, on the device.
+    length (B,): committed slots of each row, on the device. bound: an upper bound of them all that
+    the caller keeps up to date on the host; None where it keeps none.
     """
 
     def __init__(self, rows: int, capacity: int, device: torch.device) -> None:
         self.capacity = capacity
         self.length = torch.zeros(rows, dtype=torch.long, device=device)
+        self.bound: int | None = None
         self._rows = torch.arange(rows, device=device)
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
@@ -31,14 +35,19 @@ class Slab:
     def view(self, width: int) -> int:
         """Slots that a forward of `width` tokens must look at: an upper bound for every row.
 
-        On the CPU the lengths are read; elsewhere a read would stall, so it is the capacity.
+        Without a `bound` the lengths are read on the CPU; elsewhere that would stall, so it is the
+        capacity. Raises UserError where the capacity is too small.
         """
-        if self.length.device.type != "cpu":
-            return self.capacity
-        need = int(self.length.max()) + width
+        longest = self.bound
+        if longest is None:
+            if self.length.device.type != "cpu":
+                return self.capacity
+            longest = int(self.length.max())
+        need = longest + width
         if need > self.capacity:
             raise UserError(f"cache: {need} positions needed, {self.capacity} allocated")
-        return min(-(-need // _VIEW) * _VIEW, self.capacity)
+        step = _VIEW.get(self.length.device.type, _VIEW_ELSEWHERE)
+        return min(-(-need // step) * step, self.capacity)
 
     def write(self, layer: int, key: Tensor, value: Tensor, view: int) -> tuple[Tensor, Tensor]:
         """Puts key, value (B, Hkv, W, D) at slots length.. and returns the first `view` slots."""
@@ -56,6 +65,14 @@ class Slab:
     def commit(self, counts: Tensor) -> None:
         """Advances each row's length by counts (B,)."""
         self.length += counts
+
+    def keep(self, rows: Tensor) -> None:
+        """Drops all rows but these (n,)."""
+        self.length = self.length[rows]
+        self._rows = self._rows[: len(rows)]
+        for store in (self._keys, self._values):
+            for layer, tensor in store.items():
+                store[layer] = tensor[rows]
 
     def gather(self, start: Tensor, path: Tensor) -> None:
         """Copies slots start + path (B, D) to start.. (B,): a tree's accepted path, made a chain.

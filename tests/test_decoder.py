@@ -145,16 +145,16 @@ def test_baseline_equals_generate(family_name: str) -> None:
 
 def test_a_wrong_mask_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The identity has teeth: drafts that cannot see each other give another text."""
-    from draftsmith.eval.decoder import loop
+    from draftsmith.eval.decoder import round as round_module
 
     def blind(parents: Tensor) -> tuple[Tensor, Tensor]:
         depth, related = tree_shape(parents)
         return depth, torch.eye(related.shape[1], dtype=torch.bool).expand_as(related)
 
-    tree_shape = loop.tree_shape
+    tree_shape = round_module.tree_shape
     target = tiny.target("Llama", vocab=VOCAB)
     end_tokens(monkeypatch, target, [])
-    monkeypatch.setattr(loop, "tree_shape", blind)
+    monkeypatch.setattr(round_module, "tree_shape", blind)
     prompts = ragged(5)
     texts = Decoder(target, drafter_for("small", "Llama"), Policy(3)).generate(prompts, GREEDY, 20)
     known = [generated("Llama", tuple(prompt), 20) for prompt in prompts]

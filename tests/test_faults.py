@@ -29,7 +29,8 @@ from draftsmith.drafters.base import Drafter, Policy, family
 from draftsmith.drafters.causal_lm import CausalLM, TargetOutput
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.vocab import VocabMap
-from draftsmith.eval.decoder import accept, loop
+from draftsmith.eval.decoder import accept
+from draftsmith.eval.decoder import round as round_module
 from draftsmith.eval.decoder.accept import Accepted
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.replay import moments, tables
@@ -308,8 +309,8 @@ def first_draft_unseen(patch: Patch) -> None:
         step.visible = step.visible.scatter(2, slot, seen)
         return step
 
-    tree_step = loop.tree_step
-    patch.setattr(loop, "tree_step", wrong)
+    tree_step = round_module.tree_step
+    patch.setattr(round_module, "tree_step", wrong)
 
 
 def nothing_subtracted(patch: Patch) -> None:

@@ -242,12 +242,10 @@ def next_token(
     EXTEND(self, state, tokens, moved, counts)
 
 
-def uncut_record(
-    text: Text, drafts: list[int], accepted: int, token: int, proposed: int, cutter: Cutter
-) -> int:
+def uncut_record(text: Text, kept: list[int], token: int, proposed: int, cutter: Cutter) -> int:
     anchor = len(text.prompt) + len(text.tokens) - 2
-    text.rounds.append(Round(anchor, proposed, accepted))
-    return cutter.append(text, [*drafts[:accepted], token])
+    text.rounds.append(Round(anchor, proposed, len(kept)))
+    return cutter.append(text, [*kept, token])
 
 
 Plant = tuple[Any, str, Callable]

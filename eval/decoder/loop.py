@@ -15,19 +15,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.drafters.attention import chain_step, tree_shape, tree_step
-from draftsmith.drafters.base import Drafter, Policy, Proposal
-from draftsmith.drafters.cache import Slab
+from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.sampling import Noise, Purpose, Sampler, argmax, pick
+from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
-from draftsmith.eval.decoder import accept
+from draftsmith.eval.decoder.graphs import Graphs
+from draftsmith.eval.decoder.round import Rounds
 from draftsmith.eval.decoder.text import Cutter, Round, Text
+
+_STEP = 256  # capacities grow in steps, so that a later call finds its graphs again
 
 
 @dataclass
 class Clock:
-    """Seconds by part of a round, and how many rounds and tokens they cover (prefill apart)."""
+    """Seconds by part of a round, and how many rounds and tokens they cover (prefill apart).
+
+    draft: the drafter's forwards and its own sampling. verify: the target's forward and head (from
+    graphs: accept and commit too). host: the rest of the round's wall time, accept and commit
+    among it.
+    """
 
     prefill: float = 0.0
     draft: float = 0.0
@@ -45,16 +51,23 @@ class Clock:
 class Decoder:
     """Decodes batches of prompts with a target and, unless None, a drafter.
 
-    Raises UserError for a policy that the drafter cannot follow.
+    graphs: run rounds as CUDA graphs; None: wherever the target can be captured. Raises UserError
+    for a policy that the drafter cannot follow.
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter | None = None, policy: Policy | None = None
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        policy: Policy | None = None,
+        graphs: bool | None = None,
     ) -> None:
         self.target = target
         self.drafter = drafter
         self.policy = policy or Policy(k=1)
         self.clock = Clock()
+        self.graphs = target.device.type == "cuda" if graphs is None else graphs
+        self._captured: dict[tuple, Graphs] = {}
         if drafter is not None:
             drafter.check(self.policy)
 
@@ -77,147 +90,117 @@ class Decoder:
         of new tokens after every round. Raises UserError for a prompt that does not fit the
         target's positions.
         """
-        self._check(prompts, max_new_tokens, rows)
-        if sampler.greedy and self.policy.sampled and not self.policy.is_chain:
-            raise UserError(f"{self.policy}: nothing is drawn at temperature 0; use a ranked tree")
-        device = self.target.device
+        self._check(prompts, sampler, max_new_tokens, rows)
         texts = [Text(list(prompt)) for prompt in prompts]
         cutter = Cutter(self.target, max_new_tokens, stop)
-        ids = torch.tensor(list(rows) if rows is not None else range(len(texts)), device=device)
-        widest = max(len(text.prompt) for text in texts)
-        slots = self.policy.slots if self.drafter else 1
-        capacity = widest + max_new_tokens + 2 * slots
-        slab = Slab(len(texts), capacity, device)
-        state = self.drafter.start(len(texts), capacity) if self.drafter else None
-        taps = self.drafter.taps if self.drafter else ()
-
-        started = time.perf_counter()
-        tokens, counts = _padded([text.prompt for text in texts], device)
-        out = self.target(tokens, chain_step(slab, widest), taps)
-        slab.commit(counts)
-        if self.drafter:
-            self.drafter.extend(state, tokens, out.features, counts)
-        last = out.final[torch.arange(len(texts)), counts - 1]
-        noise = Noise(seed, ids, torch.zeros_like(ids))
-        logits = self.target.head(last).unsqueeze(1)  # (B, 1, V)
-        root = _own_choice(logits, sampler, noise, slab.length.unsqueeze(1))[:, 0]
-        self._sync()
-        self.clock.prefill += time.perf_counter() - started
-        for text, token in zip(texts, root.tolist(), strict=True):
+        ids = torch.tensor(list(rows or range(len(texts))), device=self.target.device)
+        rounds = self._rounds(texts, max_new_tokens, sampler, ids, seed)
+        for text, token in zip(texts, self._prefilled(rounds, texts), strict=True):
             cutter.append(text, [token])
-        active = torch.tensor([not text.finish for text in texts], device=device)
-
-        count = 0
-        while bool(active.any()):
-            count += 1
-            noise = Noise(seed, ids, torch.full_like(ids, count))
-            root, new = self._round(texts, slab, state, root, active, sampler, noise, cutter)
-            active = torch.tensor([not text.finish for text in texts], device=device)
+        live = list(texts)  # the text of each row of `rounds`
+        self._settle(rounds, live)
+        while any(not text.finish for text in live):
+            began = time.perf_counter()
+            report, busy = self._round(rounds)
+            new = 0
+            for text, (accepted, token, proposed, _, *drafts) in zip(live, report, strict=True):
+                if not text.finish:
+                    new += _record(text, drafts[:accepted], token, proposed, cutter)
+            live = self._settle(rounds, live)
+            self.clock.host += time.perf_counter() - began - busy
+            self.clock.tokens += new
+            self.clock.rounds += 1
             if progress:
                 progress(new)
         return texts
 
-    def _round(
+    def _rounds(
         self,
         texts: list[Text],
-        slab: Slab,
-        state: Any,
-        root: Tensor,
-        active: Tensor,
+        max_new_tokens: int,
         sampler: Sampler,
-        noise: Noise,
-        cutter: Cutter,
-    ) -> tuple[Tensor, int]:
-        """One round of every row; returns the next roots (B,) and the number of new tokens."""
+        ids: Tensor,
+        seed: int,
+    ) -> Rounds:
+        """The batch's device side, with room for every text: an earlier one's where graphs are."""
+        slots = self.policy.slots if self.drafter else 1
+        capacity = max(len(text.prompt) for text in texts) + max_new_tokens + 2 * slots
+        if not self.graphs:
+            return Rounds(self.target, self.drafter, self.policy, sampler, ids, seed, capacity)
+        capacity = -(-capacity // _STEP) * _STEP
+        key = (len(texts), capacity, sampler, seed)
+        if key in self._captured:
+            self._captured[key].rounds.reset(ids)
+        else:
+            rounds = Rounds(
+                self.target, self.drafter, self.policy, sampler, ids, seed, capacity, fixed=True
+            )
+            self._captured[key] = Graphs(rounds)
+        self._running = self._captured[key]
+        return self._running.rounds
+
+    def _prefilled(self, rounds: Rounds, texts: list[Text]) -> list[int]:
+        """Reads the prompts; each text's first token."""
         began = time.perf_counter()
-        proposal = self._propose(state, root, sampler, noise)
-        self._sync()
-        drafted = time.perf_counter()
-        shape = tree_shape(proposal.parents)
-        step = tree_step(slab, *shape)
-        taps = self.drafter.taps if self.drafter else ()
-        out = self.target(proposal.tokens, step, taps)
-        logits = self.target.head(out.final)  # (B, N, V)
-        self._sync()
-        verified = time.perf_counter()
-        result = self._accept(proposal, shape, logits, sampler, noise, slab)
-        counts = torch.where(active, result.count + 1, 0)
-        tokens, features = proposal.tokens, out.features
-        if result.path is not None:
-            path = result.path[:, : self.policy.k + 1]  # (B, k + 1)
-            slab.gather(slab.length, path)
-            tokens = tokens.gather(1, path)
-            features = {
-                name: of.gather(1, path.unsqueeze(2).expand(-1, -1, of.shape[2]))
-                for name, of in features.items()
-            }
-        slab.commit(counts)
-        deepest = _deepest(shape[0], proposal.length)
-        host = torch.stack([result.count, result.token, deepest], dim=1).tolist()
-        drafts = tokens[:, 1:].tolist()
-        new = 0
-        for b, (accepted, token, proposed) in enumerate(host):
-            if not texts[b].finish:
-                new += _record(texts[b], drafts[b], accepted, token, proposed, cutter)
-        accepted_at = time.perf_counter()
-        if self.drafter:
-            self.drafter.extend(state, tokens, features, counts)
-            self._sync()
-        done = time.perf_counter()
-        self.clock.draft += drafted - began + done - accepted_at
-        self.clock.verify += verified - drafted
-        self.clock.host += accepted_at - verified
-        self.clock.rounds += 1
-        self.clock.tokens += new
-        return result.token, new
+        rounds.bound(0)
+        tokens, counts = _padded([text.prompt for text in texts], self.target.device)
+        first = rounds.prefill(tokens, counts).tolist()
+        self.clock.prefill += time.perf_counter() - began
+        return first
 
-    def _propose(self, state: Any, root: Tensor, sampler: Sampler, noise: Noise) -> Proposal:
-        if self.drafter is None:
-            one = torch.ones_like(root)
-            return Proposal(root.unsqueeze(1), -one.unsqueeze(1), None, one)
-        proposal = self.drafter.propose(state, root, self.policy, sampler, noise)
-        if root.device.type == "cpu":  # a host read is free here, and width is not
-            N = int(proposal.length.max())
-            proposal.tokens, proposal.parents = proposal.tokens[:, :N], proposal.parents[:, :N]
-        return proposal
+    def _settle(self, rounds: Rounds, live: list[Text]) -> list[Text]:
+        """After texts grew: rows that ended stand still, or leave; caches learn how far they go."""
+        writing = [not text.finish for text in live]
+        if self.drafter is None and not self.graphs and 0 < sum(writing) <= len(live) / 2:
+            rows = torch.tensor([i for i, on in enumerate(writing) if on], device=rounds.ids.device)
+            rounds.keep(rows)
+            live = [text for text in live if not text.finish]
+        else:
+            rounds.active.copy_(torch.tensor(writing))
+        committed = (len(t.prompt) + len(t.tokens) - 1 for t in live if not t.finish)
+        # A drafter's cache grows within a proposal too.
+        rounds.bound(max(committed, default=0) + rounds.slots)
+        return live
 
-    def _accept(
-        self,
-        proposal: Proposal,
-        shape: tuple[Tensor, Tensor],
-        logits: Tensor,
-        sampler: Sampler,
-        noise: Noise,
-        slab: Slab,
-    ) -> accept.Accepted:
-        tokens, parents, length = proposal.tokens, proposal.parents, proposal.length
-        if proposal.q is None:
-            position = slab.length.unsqueeze(1) + 1 + shape[0]  # (B, N) of the token after a node
-            choice = _own_choice(logits, sampler, noise, position)
-            if self.policy.is_chain:
-                return accept.match(tokens[:, 1:], length, choice)
-            return accept.match_tree(tokens, parents, shape, length, choice)
-        assert self.drafter is not None
-        p, draws = sampler.probs(logits), accept.KeyedDraws(noise, slab.length)
-        q = self.drafter.vocab.spread(proposal.q)  # (B, N, V)
-        if not self.policy.is_chain:
-            return accept.without_replacement(tokens, parents, shape, p, q, draws)
-        rule = accept.block if self.policy.block else accept.chain
-        return rule(tokens[:, 1:], length, p, q[:, : tokens.shape[1] - 1], draws)
+    def _round(self, rounds: Rounds) -> tuple[list[list[int]], float]:
+        """One round of every row: its report (the host's only read), and the seconds clocked."""
+        start = self._mark()
+        if self.graphs:
+            self._running.draft()
+            drafted = self._mark()
+            report = self._running.judge()
+            verified = self._mark()
+        else:
+            rounds.draft()
+            drafted = self._mark()
+            rounds.verify()
+            verified = self._mark()
+            report = rounds.commit()
+        read = report.tolist()
+        draft, verify = _between(start, drafted), _between(drafted, verified)
+        self.clock.draft += draft
+        self.clock.verify += verify
+        return read, draft + verify
 
-    def _sync(self) -> None:
-        """Waits for the device, so that a clock reading means what it says."""
-        if self.target.device.type == "cuda":
-            torch.cuda.synchronize(self.target.device)
+    def _mark(self) -> Any:
+        """A moment on the device's own time line: nothing waits for it."""
+        if self.target.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def _check(
         self,
         prompts: Sequence[Sequence[int]],
+        sampler: Sampler,
         max_new_tokens: int,
         rows: Sequence[int] | None,
     ) -> None:
         if not prompts:
             raise UserError("prompts: there are none; give at least one")
+        if sampler.greedy and self.policy.sampled and not self.policy.is_chain:
+            raise UserError(f"{self.policy}: nothing is drawn at temperature 0; use a ranked tree")
         if rows is not None and (len(rows) != len(prompts) or len(set(rows)) != len(rows)):
             raise UserError(
                 f"rows: {len(rows)} ids for {len(prompts)} prompts; give each a different one, "
@@ -240,36 +223,26 @@ class Decoder:
                 )
 
 
-def _own_choice(logits: Tensor, sampler: Sampler, noise: Noise, position: Tensor) -> Tensor:
-    """The target's own tokens (B, N) of logits (B, N, V), which stand at position (B, N)."""
-    if sampler.greedy:
-        return argmax(logits)
-    return pick(sampler.probs(logits), noise.uniform(Purpose.TARGET, position, 0))
+def _between(start: Any, end: Any) -> float:
+    """Seconds from one mark to another; the device has passed both."""
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
 
 
-def _deepest(depth: Tensor, length: Tensor) -> Tensor:
-    """(B,): depth of the deepest valid node, of depth (B, N) and length (B,)."""
-    valid = torch.arange(depth.shape[1], device=depth.device) < length.unsqueeze(1)
-    return torch.where(valid, depth, 0).amax(1)
-
-
-def _record(
-    text: Text, drafts: list[int], accepted: int, token: int, proposed: int, cutter: Cutter
-) -> int:
-    """Appends one round's tokens up to an end or a cut; returns how many were kept.
+def _record(text: Text, kept: list[int], token: int, proposed: int, cutter: Cutter) -> int:
+    """Appends one round's kept drafts and token, up to an end or a cut; returns how many.
 
     Once the text has ended, every round is cut to the depths that lie within it: neither drafts
     past the end nor the acceptances among them count.
     """
     anchor = len(text.prompt) + len(text.tokens) - 2
-    text.rounds.append(Round(anchor, proposed, accepted))
-    kept = cutter.append(text, [*drafts[:accepted], token])
+    text.rounds.append(Round(anchor, proposed, len(kept)))
+    count = cutter.append(text, [*kept, token])
     if text.finish:
         end = len(text.prompt) + len(text.tokens) - 1
         text.rounds = [
             Round(a, min(p, end - a - 1), min(m, end - a - 1)) for a, p, m in text.rounds
         ]
-    return kept
+    return count
 
 
 def _padded(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,223 @@
+"""One round on the device: draft, verify, accept, commit, with nothing read by the host.
+
+Everything that survives a round lives in tensors that are updated in place, so that the two halves
+(`draft`, `verify`) can be captured as CUDA graphs and replayed: what the host decides (which rows
+still write, how far a cache may have grown) reaches them as tensors or picks another graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.drafters.attention import chain_step, tree_shape, tree_step
+from draftsmith.drafters.base import Drafter, Policy
+from draftsmith.drafters.cache import Slab
+from draftsmith.drafters.grow import Proposal
+from draftsmith.drafters.sampling import Noise, Purpose, Sampler, argmax, pick
+from draftsmith.drafters.target import Target
+from draftsmith.eval.decoder import accept
+
+
+@dataclass
+class Known:
+    """Tokens whose features a verify pass has just made known: the drafter's next `extend`."""
+
+    tokens: Tensor  # (B, W)
+    features: dict[str, Tensor]  # (B, W, H)
+    counts: Tensor  # (B,)
+
+
+class Rounds:
+    """A batch while it is being decoded.
+
+    ids (B,): the requests' own ids. root (B,): the last token of each text. active (B,): rows
+    that still write. fixed: shapes must be the same in every round (graphs).
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        policy: Policy,
+        sampler: Sampler,
+        ids: Tensor,
+        seed: int,
+        capacity: int,
+        fixed: bool = False,
+    ) -> None:
+        self.target, self.drafter, self.policy = target, drafter, policy
+        self.sampler, self.seed, self.fixed = sampler, seed, fixed
+        self.slots = policy.slots if drafter else 1
+        self.ids = ids
+        self.round = torch.zeros_like(ids)
+        self.root = torch.zeros_like(ids)
+        self.active = torch.ones_like(ids, dtype=torch.bool)
+        self.slab = Slab(len(ids), capacity, ids.device)
+        self.state = drafter.start(len(ids), capacity) if drafter else None
+        self.taps = drafter.taps if drafter else ()
+        self.known: Known | None = None
+
+    def reset(self, ids: Tensor) -> None:
+        """Ready for other prompts, in the same tensors."""
+        self.ids.copy_(ids)
+        self.round.zero_()
+        self.active.fill_(True)
+        self.slab.length.zero_()
+        if self.known is not None:
+            self.known.counts.zero_()  # the last texts' end is not news to these ones
+        if self.drafter:
+            _reset(self.state, self.drafter.start(len(ids), self.slab.capacity))
+
+    @property
+    def noise(self) -> Noise:
+        return Noise(self.seed, self.ids, self.round)
+
+    def prefill(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """Reads prompts (B, W), right padded, counts (B,); returns each text's first token."""
+        out = self.target(tokens, chain_step(self.slab, tokens.shape[1]), self.taps)
+        self.slab.commit(counts)
+        if self.drafter:
+            self.drafter.extend(self.state, tokens, out.features, counts)
+        last = out.final[torch.arange(len(counts), device=counts.device), counts - 1]
+        logits = self.target.head(last).unsqueeze(1)  # (B, 1, V)
+        first = own_choice(logits, self.sampler, self.noise, self.slab.length.unsqueeze(1))[:, 0]
+        self.root.copy_(first)
+        return first
+
+    def draft(self) -> None:
+        """What the last verify pass made known goes to the drafter, which then proposes."""
+        self.round += 1
+        if self.drafter is None:
+            one = torch.ones_like(self.root)
+            self.proposal = Proposal(self.root.unsqueeze(1), -one.unsqueeze(1), None, one)
+            return
+        if self.known is not None:
+            self.drafter.extend(
+                self.state, self.known.tokens, self.known.features, self.known.counts
+            )
+        proposal = self.drafter.propose(
+            self.state, self.root, self.policy, self.sampler, self.noise
+        )
+        if self.root.device.type == "cpu" and not self.fixed:
+            N = int(proposal.length.max())  # a host read is free here, and width is not
+            proposal.tokens, proposal.parents = proposal.tokens[:, :N], proposal.parents[:, :N]
+        self.proposal = proposal
+
+    def verify(self) -> None:
+        """The target's one pass over the proposal."""
+        self.shape = tree_shape(self.proposal.parents)
+        step = tree_step(self.slab, *self.shape)
+        out = self.target(self.proposal.tokens, step, self.taps)
+        self.features = out.features
+        self.logits = self.target.head(out.final)  # (B, N, V)
+
+    def judge(self) -> Tensor:
+        """Verify, accept and commit: all of a round that follows the draft."""
+        self.verify()
+        return self.commit()
+
+    def commit(self) -> Tensor:
+        """Accepts a path of the proposal and commits it. Returns the report that the host reads.
+
+        (B, 3 + W): accepted drafts, the token the target adds, depth proposed, and the tokens
+        along the path, root first.
+        """
+        result = self._judge()
+        counts = torch.where(self.active, result.count + 1, 0)
+        tokens, features = self.proposal.tokens, self.features
+        if result.path is not None:
+            path = result.path[:, : self.policy.k + 1]  # (B, k + 1)
+            self.slab.gather(self.slab.length, path)
+            tokens = tokens.gather(1, path)
+            features = {
+                name: of.gather(1, path.unsqueeze(2).expand(-1, -1, of.shape[2]))
+                for name, of in features.items()
+            }
+        self.slab.commit(counts)
+        self.root.copy_(result.token)
+        depth, length = self.shape[0], self.proposal.length
+        valid = torch.arange(depth.shape[1], device=depth.device) < length.unsqueeze(1)
+        deepest = torch.where(valid, depth, 0).amax(1)
+        heads = torch.stack([result.count, result.token, deepest], dim=1)
+        self.report = torch.cat([heads, tokens], dim=1)
+        self._hand_on(Known(tokens, features, counts))
+        return self.report
+
+    def _judge(self) -> accept.Accepted:
+        tokens, parents = self.proposal.tokens, self.proposal.parents
+        length, q = self.proposal.length, self.proposal.q
+        if q is None:
+            position = self.slab.length.unsqueeze(1) + 1 + self.shape[0]  # (B, N) after each node
+            choice = own_choice(self.logits, self.sampler, self.noise, position)
+            if self.policy.is_chain:
+                return accept.match(tokens[:, 1:], length, choice)
+            return accept.match_tree(tokens, parents, self.shape, length, choice)
+        assert self.drafter is not None
+        p = self.sampler.probs(self.logits)
+        draws = accept.KeyedDraws(self.noise, self.slab.length)
+        q = self.drafter.vocab.spread(q)  # (B, N, V)
+        if not self.policy.is_chain:
+            return accept.without_replacement(tokens, parents, self.shape, p, q, draws)
+        rule = accept.block if self.policy.block else accept.chain
+        return rule(tokens[:, 1:], length, p, q[:, : tokens.shape[1] - 1], draws)
+
+    def _hand_on(self, known: Known) -> None:
+        """Leaves `known` for the next draft: in the same tensors every time, where that counts."""
+        if not self.fixed or self.known is None:
+            self.known = known
+            return
+        self.known.tokens.copy_(known.tokens)
+        self.known.counts.copy_(known.counts)
+        for name, feature in known.features.items():
+            self.known.features[name].copy_(feature)
+
+    def keep(self, rows: Tensor) -> None:
+        """Drops all rows but these (n,). Only of a baseline: a drafter's state has no such way."""
+        self.slab.keep(rows)
+        self.ids, self.round, self.root = self.ids[rows], self.round[rows], self.root[rows]
+        self.active = self.active[rows]
+
+    def bound(self, longest: int) -> None:
+        """Tells the caches how long any row is at most, so that none has to read its lengths."""
+        slabs = [self.slab, *_slabs(self.state)]
+        for slab in slabs:
+            slab.bound = longest
+        if self.fixed:  # to the end of the view, so that narrower steps of a round see all of it
+            end = self.slab.view(self.slots) - self.slots
+            for slab in slabs:
+                slab.bound = end
+
+
+def own_choice(logits: Tensor, sampler: Sampler, noise: Noise, position: Tensor) -> Tensor:
+    """The target's own tokens (B, N) of logits (B, N, V), which stand at position (B, N)."""
+    if sampler.greedy:
+        return argmax(logits)
+    return pick(sampler.probs(logits), noise.uniform(Purpose.TARGET, position, 0))
+
+
+def _slabs(state: Any) -> Iterator[Slab]:
+    """The caches in a drafter's state."""
+    if isinstance(state, Slab):
+        yield state
+    elif state is not None:
+        yield from (v for f in fields(state) if isinstance(v := getattr(state, f.name), Slab))
+
+
+def _reset(state: Any, fresh: Any) -> None:
+    """Makes a drafter's state a fresh one, in place."""
+    if isinstance(state, Slab):
+        state.length.zero_()
+        return
+    for name in (f.name for f in fields(state)):
+        old, new = getattr(state, name), getattr(fresh, name)
+        if isinstance(old, Tensor):
+            old.copy_(new)
+        elif isinstance(old, Slab):
+            old.length.zero_()
+        else:
+            setattr(state, name, new)

@@ -1,0 +1,184 @@
+"""Rounds as graphs, on the CPU: a tape stands in for a CUDA graph.
+
+Like a graph it records the kernels that one round launched, with the very tensors they read and
+wrote, and replays those and nothing else: no Python runs again. So a shape, a length or a branch
+that the host decided inside a round is frozen into it, and the text goes wrong. A host read of a
+tensor is an error at once, as it is in a capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import test_contract as contract
+import tiny
+from draftsmith.drafters import cache
+from draftsmith.drafters.base import Policy
+from draftsmith.drafters.policy import StaticTree, Tree
+from draftsmith.drafters.sampling import Noise, Sampler
+from draftsmith.eval.decoder import graphs
+from draftsmith.eval.decoder.loop import Decoder
+from draftsmith.eval.decoder.round import Rounds
+
+HOST_READS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "item"}
+
+
+class Tape(TorchDispatchMode):
+    """Records every operator with the tensors it took and gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[tuple[Callable, tuple, dict, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name in HOST_READS or _by_mask(name, args):
+            raise RuntimeError(f"the host reads a tensor: {name}")
+        out = func(*args, **kwargs)
+        self.steps.append((func, args, kwargs, out))
+        return out
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        for func, args, kwargs, out in self.steps:
+            new = func(*args, **kwargs)
+            given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if _is(t)}
+            for old, fresh in zip(tree_leaves(out), tree_leaves(new), strict=True):
+                # A view of an input, or the input itself, is up to date already.
+                if _is(old) and old.untyped_storage().data_ptr() not in given:
+                    old.copy_(fresh)
+
+
+def _is(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _by_mask(name: str, args: Any) -> bool:
+    """Indexing with a bool tensor reads how many entries are True."""
+    indices = args[1] if name in ("index", "index_put", "index_put_") else ()
+    return any(_is(i) and i.dtype == torch.bool for i in indices)
+
+
+def capture(run: Callable[[], object]) -> Callable[[], None]:
+    """As graphs.capture: recording leaves every tensor that was there before as it was."""
+    rounds: Rounds = run.__self__  # type: ignore[attr-defined]
+    # Expanded tensors cannot be written to, nor is any of them written to by a round.
+    kept = [t for t in _tensors(rounds, set()) if 0 not in t.stride()]
+    saved = [(t, t.clone()) for t in kept]
+    with Tape() as tape:
+        run()
+    for tensor, before in saved:
+        tensor.copy_(before)
+    return tape.replay
+
+
+def _tensors(holder: Any, seen: set[int]) -> list[Tensor]:
+    """Every tensor that a round keeps, and those of the caches and states in it."""
+    if _is(holder):
+        return [holder]
+    if id(holder) in seen or isinstance(holder, torch.nn.Module | str | int | float | bool):
+        return []
+    seen.add(id(holder))
+    if isinstance(holder, dict):
+        inside = list(holder.values())
+    elif isinstance(holder, list | tuple):
+        inside = list(holder)
+    else:
+        inside = list(getattr(holder, "__dict__", {}).values())
+    return [t for value in inside for t in _tensors(value, seen)]
+
+
+POLICIES = {
+    "eagle": [Policy(3), Policy(3, block=True), Tree(3, budget=8, branch=3),
+              StaticTree.of_widths((2, 2)), StaticTree.of_widths((2, 2), drawn=True)],
+    "small": [Policy(3)],
+    "ngram": [Policy(3)],
+    "toy-block": [Policy(3), Tree(2, budget=6, branch=6)],
+    "toy-medusa": [Policy(3), StaticTree.of_widths((2, 2), drawn=True)],
+}  # fmt: skip
+CASES = [(name, policy) for name, policies in POLICIES.items() for policy in policies]
+SAMPLERS = [Sampler(0.0), Sampler(0.8, top_k=9, top_p=0.95)]
+
+
+def both(
+    made: Any, target: Any, policy: Policy, sampler: Sampler, patch: pytest.MonkeyPatch
+) -> tuple[list[Any], list[Any]]:
+    """Texts decoded eagerly, and from tapes; two calls of each, the second on the first's tapes."""
+    patch.setattr(graphs, "capture", capture)
+    patch.setitem(cache._VIEW, "cpu", 16)  # views are outgrown soon
+    out = []
+    for on in (False, True):
+        decoder = Decoder(target, made, policy, graphs=on)
+        first = decoder.generate(tiny.prompts(2, 1, target.vocab_size), sampler, 24)
+        second = decoder.generate(tiny.prompts(2, 2, target.vocab_size), sampler, 24)
+        out.append(first + second)
+        if on:
+            (found,) = decoder._captured.values()
+            assert len(found._pairs) >= 2, "the texts should outgrow the first view"
+    return out[0], out[1]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
+@pytest.mark.parametrize(("name", "policy"), CASES, ids=str)
+def test_replayed_rounds_equal_eager_ones(
+    name: str, policy: Policy, sampler: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Faults: a host read; a tensor made anew each round; a length that Python knew."""
+    if sampler.greedy and not policy.is_chain and policy.sampled:
+        pytest.skip("nothing is drawn at temperature 0")
+    made = contract.drafter(name)
+    eager, replayed = both(made, made.target, policy, sampler, monkeypatch)
+    assert eager == replayed
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_replayed_baseline_equals_eager(
+    family: str, sampler: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eager, replayed = both(None, tiny.target(family), Policy(1), sampler, monkeypatch)
+    assert eager == replayed
+
+
+def counted_by_the_host(self: Rounds) -> Noise:
+    """The round's number as a Python int: a graph would draw the same numbers for ever."""
+    return Noise(self.seed, self.ids, torch.full_like(self.ids, 7 if self.known is None else 8))
+
+
+def made_anew(self: Rounds, known: Any) -> None:
+    """What the next draft reads lies elsewhere each time: a graph would read the old place."""
+    self.known = known
+
+
+def read_on_the_host(self: Rounds) -> Any:
+    if bool(self.active.all()):
+        return JUDGE(self)
+    return JUDGE(self)
+
+
+JUDGE = Rounds._judge
+FAULTS: dict[str, tuple[str, Any]] = {
+    "what is known is made anew": ("_hand_on", made_anew),
+    "a host read": ("_judge", read_on_the_host),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_show(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, wrong = FAULTS[fault]
+    monkeypatch.setattr(Rounds, name, wrong)
+    made = contract.drafter("eagle")
+    try:
+        eager, replayed = both(made, made.target, Policy(3), Sampler(1.0), monkeypatch)
+    except RuntimeError as error:
+        assert "host reads" in str(error)
+        return
+    assert eager != replayed

@@ -146,6 +146,8 @@ def _attention(
     if step.slab is not None:
         key, value = step.slab.write(module.layer_idx, key, value, step.view)
     B, heads, T, D = query.shape
+    if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+        query = _tempered(query, module, step.positions)
     groups = heads // key.shape[1]
     mask = attention_mask
     pack = groups > 1 and T <= _PACK and s_aux is None
@@ -160,6 +162,21 @@ def _attention(
         out = _explicit(query, key, value, mask, scaling or D**-0.5, softcap, s_aux)
     out = out.reshape(B, heads, T, out.shape[-1])
     return out.transpose(1, 2).contiguous(), None
+
+
+def _tempered(query: Tensor, module: Any, positions: Tensor) -> Tensor:
+    """Llama-4's query scale by position, which transformers counts in its own cache: here from 0.
+
+    query (B, Hq, T, D), already scaled for positions 0..T-1; positions (B, T).
+    """
+
+    def scale(position: Tensor) -> Tensor:
+        steps = torch.floor((position.float() + 1) / module.floor_scale)
+        return torch.log1p(steps) * module.attn_scale + 1
+
+    counted = torch.arange(query.shape[2], device=query.device)
+    ratio = scale(positions) / scale(counted)  # (B, T)
+    return (query * ratio[:, None, :, None]).to(query.dtype)
 
 
 def _explicit(

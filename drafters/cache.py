@@ -12,18 +12,22 @@ from torch import Tensor
 
 from draftsmith.drafters.errors import UserError
 
-_VIEW = 64  # views grow in steps, so that the allocator and SDPA see few shapes
+# Views grow in steps: the allocator and SDPA see few shapes, and on a GPU graphs are few.
+_VIEW = {"cpu": 64}
+_VIEW_ELSEWHERE = 256
 
 
 class Slab:
     """Keys and values (B, Hkv, S, D) per layer, allocated from the first write (dtype follows).
 
-    length (B,): committed slots of each row, on the device.
+    length (B,): committed slots of each row, on the device. bound: an upper bound of them all that
+    the caller keeps up to date on the host; None where it keeps none.
     """
 
     def __init__(self, rows: int, capacity: int, device: torch.device) -> None:
         self.capacity = capacity
         self.length = torch.zeros(rows, dtype=torch.long, device=device)
+        self.bound: int | None = None
         self._rows = torch.arange(rows, device=device)
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
@@ -31,14 +35,25 @@ class Slab:
     def view(self, width: int) -> int:
         """Slots that a forward of `width` tokens must look at: an upper bound for every row.
 
-        On the CPU the lengths are read; elsewhere a read would stall, so it is the capacity.
+        Without a `bound` the lengths are read on the CPU; elsewhere that would stall, so it is the
+        capacity. Raises UserError where the capacity is too small.
         """
-        if self.length.device.type != "cpu":
-            return self.capacity
-        need = int(self.length.max()) + width
+        longest = self.bound
+        if longest is None:
+            if self.length.device.type != "cpu":
+                return self.capacity
+            longest = int(self.length.max())
+        need = longest + width
         if need > self.capacity:
             raise UserError(f"cache: {need} positions needed, {self.capacity} allocated")
-        return min(-(-need // _VIEW) * _VIEW, self.capacity)
+        step = _VIEW.get(self.length.device.type, _VIEW_ELSEWHERE)
+        return min(-(-need // step) * step, self.capacity)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot of one row, over the layers that have been written."""
+        stores = [*self._keys.values(), *self._values.values()]
+        return sum(t.shape[1] * t.shape[3] * t.element_size() for t in stores)
 
     def write(self, layer: int, key: Tensor, value: Tensor, view: int) -> tuple[Tensor, Tensor]:
         """Puts key, value (B, Hkv, W, D) at slots length.. and returns the first `view` slots."""
@@ -47,10 +62,10 @@ class Slab:
             for store, like in ((self._keys, key), (self._values, value)):
                 B, heads, _, dim = like.shape
                 store[layer] = like.new_zeros(B, heads, self.capacity, dim)
-        slots = self.length.unsqueeze(1) + torch.arange(key.shape[2], device=key.device)  # (B, W)
-        slots = slots.clamp(max=self.capacity - 1)  # padding may run past the end
-        for store, new in ((self._keys, key), (self._values, value)):
-            store[layer][self._rows.unsqueeze(1), :, slots] = new.transpose(1, 2)
+        slots = self.length.unsqueeze(1) + torch.arange(key.shape[2], device=self.length.device)
+        slots = slots.clamp(max=self.capacity - 1)  # (B, W); padding may run past the end
+        self._put(self._keys[layer], slots, key.transpose(1, 2))
+        self._put(self._values[layer], slots, value.transpose(1, 2))
         return self._keys[layer][:, :, :view], self._values[layer][:, :, :view]
 
     def commit(self, counts: Tensor) -> None:
@@ -65,7 +80,11 @@ class Slab:
         D = path.shape[1]
         source = start.unsqueeze(1) + path
         target = start.unsqueeze(1) + torch.arange(D, device=path.device)
-        rows = self._rows.unsqueeze(1)
         for store in (self._keys, self._values):
             for tensor in store.values():
-                tensor[rows, :, target] = tensor[rows, :, source]
+                rows, slots = self._rows.unsqueeze(1).to(tensor.device), source.to(tensor.device)
+                self._put(tensor, target, tensor[rows, :, slots])
+
+    def _put(self, store: Tensor, slots: Tensor, new: Tensor) -> None:
+        """Writes new (B, D, Hkv, dim) to slots (B, D) of a layer, maybe on another device."""
+        store[self._rows.unsqueeze(1).to(store.device), :, slots.to(store.device)] = new

@@ -40,8 +40,11 @@ class CausalLM(nn.Module):
         self.hf = hf
         self.config = hf.config.get_text_config()
         decoder, layers = self._find_layers()
-        self._parts: dict[str, Any] = {"decoder": decoder, "layers": layers}  # not registered twice as modules
-        hf.set_attn_implementation(attention.NAME)
+        self._parts: dict[str, Any] = {
+            "decoder": decoder,
+            "layers": layers,
+        }  # not registered twice as modules
+        attention.attend_by(hf, attention.NAME)
         self._parts["norm"] = self._find_final_norm()
 
     @property

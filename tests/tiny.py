@@ -82,6 +82,30 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "Granite": ("Granite", {"logits_scaling": 3.0, "attention_multiplier": 0.5}),
     "Cohere": ("Cohere", {"logit_scale": 0.25}),
 }
+# Those that no slab can hold: ALiBi by slot, convolutions, recurrent states.
+STATES = {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 8, "chunk_size": 4}
+LINEAR = {f"linear_{name}": size for name, size in [("num_value_heads", 4), ("num_key_heads", 2)]}
+CHAINS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Bloom": ("Bloom", {}),
+    "Falcon": ("Falcon", {"alibi": True, "head_dim": None}),
+    "Mpt": ("Mpt", {}),
+    "Lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)}),
+    "Mamba2": ("Mamba2", STATES),
+    "Qwen3Next": (
+        "Qwen3Next",
+        {**EXPERTS, **LINEAR, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    ),
+    "FalconH1": (
+        "FalconH1",
+        {
+            "mamba_d_ssm": 64,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 8,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 4,
+        },
+    ),
+}
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} z {% endfor %}"
 
 
@@ -97,33 +121,31 @@ def tokenizer(vocab: int = VOCAB) -> PreTrainedTokenizerFast:
     return out
 
 
-def hf_model(
-    family: str = "Llama", seed: int = 0, layers: int = LAYERS, vocab: int = VOCAB
-) -> Any:
+def hf_model(family: str = "Llama", seed: int = 0, layers: int = LAYERS, vocab: int = VOCAB) -> Any:
     """An HF causal LM with random, scaled-up fp32 weights."""
-    name, settings = SETTINGS[family]
-    config = getattr(transformers, f"{name}Config")(
-        **{
-            "vocab_size": vocab,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "max_position_embeddings": 512,
-            "bos_token_id": None,
-            "eos_token_id": EOS,
-            "pad_token_id": 0,
-            "tie_word_embeddings": False,
-        }
-        | settings
-    )
+    name, settings = (SETTINGS | CHAINS)[family]
+    shape = {
+        "vocab_size": vocab,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "bos_token_id": None,
+        "eos_token_id": EOS,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+    } | settings
+    if shape["head_dim"] is None:  # Falcon's is no setting
+        del shape["head_dim"]
+    config = getattr(transformers, f"{name}Config")(**shape)
     return random_model(config, seed)
 
 
 def random_model(config: Any, seed: int = 0) -> Any:
-    """The HF causal LM of a config, its weights large enough that any change shows in the logits."""
+    """The HF causal LM of a config, its weights so large that any change shows in the logits."""
     torch.manual_seed(seed)
     hf = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -141,7 +163,9 @@ def source(spec: str = "tiny") -> Source:
 
 
 @cache
-def target(family: str = "Llama", seed: int = 0, layers: int = LAYERS, vocab: int = VOCAB) -> Target:
+def target(
+    family: str = "Llama", seed: int = 0, layers: int = LAYERS, vocab: int = VOCAB
+) -> Target:
     """A tiny target; cached, so treat it as read-only."""
     hf = hf_model(family, seed, layers, vocab)
     return Target(hf, tokenizer(vocab), source(f"tiny-{family}-{seed}"))

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from draftsmith.drafters.chain_cache import ChainCache
 
 PROMPT = 9  # tokens; the root is the next
+ROOM = PROMPT + 6  # slots that `slab_gap` needs
 _PARENTS = [-1, 0, 0, 1, 2]  # root, a, b, c, c'
 _WHERE = [(0, 9), (0, 10), (1, 10), (0, 11), (1, 11)]  # (text, position) of each node
 _ACCEPTED = [0, 2, 4]  # root, b, c': not the first slots, so that gather has work to do
@@ -63,7 +64,7 @@ def slab_gap(lm: CausalLM, reference: Tensor, slab: Slab) -> float:
 
     Both texts packed in one row, then a prefill, a tree, its second path made a chain, one more.
 
-    slab: new, of one row and room for PROMPT + 6 tokens.
+    slab: new, of one row and ROOM slots.
     """
     texts = probe_tokens(reference.shape[2]).to(lm.device)
     position = torch.arange(texts.shape[1], device=lm.device).repeat(1, 2)

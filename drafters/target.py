@@ -203,7 +203,7 @@ class Target(CausalLM):
     def _prove(self, reference: Tensor) -> None:
         """Settles `trees` by the reference logits; UserError where no way of reading gives them."""
         bound = selftest.allowed(reference)
-        slab = Slab(1, selftest.PROMPT + 6, self.device)
+        slab = Slab(1, selftest.ROOM, self.device)
         gap, ours = _outcome(lambda: selftest.slab_gap(self, reference, slab))
         self._slot_bytes = slab.slot_bytes
         if gap <= bound:

@@ -121,23 +121,29 @@ def tokenizer(vocab: int = VOCAB) -> PreTrainedTokenizerFast:
     return out
 
 
-def hf_model(family: str = "Llama", seed: int = 0, layers: int = LAYERS, vocab: int = VOCAB) -> Any:
-    """An HF causal LM with random, scaled-up fp32 weights."""
+def hf_model(
+    family: str = "Llama", seed: int = 0, layers: int = LAYERS, vocab: int = VOCAB, **more: Any
+) -> Any:
+    """An HF causal LM with random, scaled-up fp32 weights. more: further settings."""
     name, settings = (SETTINGS | CHAINS)[family]
-    shape = {
-        "vocab_size": vocab,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 512,
-        "bos_token_id": None,
-        "eos_token_id": EOS,
-        "pad_token_id": 0,
-        "tie_word_embeddings": False,
-    } | settings
+    shape = (
+        {
+            "vocab_size": vocab,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 512,
+            "bos_token_id": None,
+            "eos_token_id": EOS,
+            "pad_token_id": 0,
+            "tie_word_embeddings": False,
+        }
+        | settings
+        | more
+    )
     if shape["head_dim"] is None:  # Falcon's is no setting
         del shape["head_dim"]
     config = getattr(transformers, f"{name}Config")(**shape)

@@ -74,6 +74,8 @@ class RowCache:
 class ChainCache:
     """What a decoder needs of a `Slab`, for chains: `length` (B,), `commit`, and `chain_step`."""
 
+    bound: int | None = None  # as a slab's; nothing here needs it
+
     def __init__(self, rows: list[RowCache], device: torch.device) -> None:
         self.rows = rows
         self.length = torch.zeros(len(rows), dtype=torch.long, device=device)

@@ -18,8 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.utils import logging as transformers_logging
 
 from draftsmith.drafters.cache import Slab
+from draftsmith.drafters.chain_cache import ChainCache, RowCache
 
 NAME = "draftsmith"
 _PACK = 16  # up to this width GQA groups are packed into the query axis
@@ -36,7 +38,7 @@ class Step:
     positions: Tensor
     key_positions: Tensor
     visible: Tensor
-    slab: Slab | None = None
+    slab: Slab | ChainCache | RowCache | None = None
 
     @property
     def view(self) -> int:
@@ -49,7 +51,7 @@ def packed_step(position: Tensor, segment: Tensor) -> Step:
     return Step(position, position, visible)
 
 
-def chain_step(slab: Slab, width: int) -> Step:
+def chain_step(slab: Slab | ChainCache, width: int) -> Step:
     """`width` tokens after each row's committed ones, each seeing those before it."""
     device = slab.length.device
     slots = torch.arange(slab.view(width), device=device)
@@ -143,9 +145,11 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     step = _current()
-    if step.slab is not None:
+    if isinstance(step.slab, Slab):
         key, value = step.slab.write(module.layer_idx, key, value, step.view)
     B, heads, T, D = query.shape
+    if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+        query = _tempered(query, module, step.positions)
     groups = heads // key.shape[1]
     mask = attention_mask
     pack = groups > 1 and T <= _PACK and s_aux is None
@@ -160,6 +164,21 @@ def _attention(
         out = _explicit(query, key, value, mask, scaling or D**-0.5, softcap, s_aux)
     out = out.reshape(B, heads, T, out.shape[-1])
     return out.transpose(1, 2).contiguous(), None
+
+
+def _tempered(query: Tensor, module: Any, positions: Tensor) -> Tensor:
+    """Llama-4's query scale by position, which transformers counts in its own cache: here from 0.
+
+    query (B, Hq, T, D), already scaled for positions 0..T-1; positions (B, T).
+    """
+
+    def scale(position: Tensor) -> Tensor:
+        steps = torch.floor((position.float() + 1) / module.floor_scale)
+        return torch.log1p(steps) * module.attn_scale + 1
+
+    counted = torch.arange(query.shape[2], device=query.device)
+    ratio = scale(positions.to(query.device)) / scale(counted)  # (B, T)
+    return (query * ratio[:, None, :, None]).to(query.dtype)
 
 
 def _explicit(
@@ -183,6 +202,19 @@ def _explicit(
     if sinks is not None:
         weights = weights[..., :-1]
     return weights.to(value.dtype) @ value
+
+
+def attend_by(hf: Any, name: str) -> None:
+    """Sets the attention of an HF model: NAME, or one of transformers' own.
+
+    Quietly: transformers warns of families that keep their own, which the self-test finds out.
+    """
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        hf.set_attn_implementation(name)
+    finally:
+        transformers_logging.set_verbosity(level)
 
 
 AttentionInterface.register(NAME, _attention)

@@ -49,6 +49,12 @@ class Slab:
         step = _VIEW.get(self.length.device.type, _VIEW_ELSEWHERE)
         return min(-(-need // step) * step, self.capacity)
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot of one row, over the layers that have been written."""
+        stores = [*self._keys.values(), *self._values.values()]
+        return sum(t.shape[1] * t.shape[3] * t.element_size() for t in stores)
+
     def write(self, layer: int, key: Tensor, value: Tensor, view: int) -> tuple[Tensor, Tensor]:
         """Puts key, value (B, Hkv, W, D) at slots length.. and returns the first `view` slots."""
         if layer not in self._keys:
@@ -56,10 +62,10 @@ class Slab:
             for store, like in ((self._keys, key), (self._values, value)):
                 B, heads, _, dim = like.shape
                 store[layer] = like.new_zeros(B, heads, self.capacity, dim)
-        slots = self.length.unsqueeze(1) + torch.arange(key.shape[2], device=key.device)  # (B, W)
-        slots = slots.clamp(max=self.capacity - 1)  # padding may run past the end
-        for store, new in ((self._keys, key), (self._values, value)):
-            store[layer][self._rows.unsqueeze(1), :, slots] = new.transpose(1, 2)
+        slots = self.length.unsqueeze(1) + torch.arange(key.shape[2], device=self.length.device)
+        slots = slots.clamp(max=self.capacity - 1)  # (B, W); padding may run past the end
+        self._put(self._keys[layer], slots, key.transpose(1, 2))
+        self._put(self._values[layer], slots, value.transpose(1, 2))
         return self._keys[layer][:, :, :view], self._values[layer][:, :, :view]
 
     def commit(self, counts: Tensor) -> None:
@@ -82,7 +88,11 @@ class Slab:
         D = path.shape[1]
         source = start.unsqueeze(1) + path
         target = start.unsqueeze(1) + torch.arange(D, device=path.device)
-        rows = self._rows.unsqueeze(1)
         for store in (self._keys, self._values):
             for tensor in store.values():
-                tensor[rows, :, target] = tensor[rows, :, source]
+                rows, slots = self._rows.unsqueeze(1).to(tensor.device), source.to(tensor.device)
+                self._put(tensor, target, tensor[rows, :, slots])
+
+    def _put(self, store: Tensor, slots: Tensor, new: Tensor) -> None:
+        """Writes new (B, D, Hkv, dim) to slots (B, D) of a layer, maybe on another device."""
+        store[self._rows.unsqueeze(1).to(store.device), :, slots.to(store.device)] = new

@@ -39,17 +39,12 @@ class CausalLM(nn.Module):
         super().__init__()
         self.hf = hf
         self.config = hf.config.get_text_config()
-        decoder = hf.get_decoder()
-        self._parts: dict[str, Any] = {"decoder": decoder}  # not registered twice as modules
-        depth = self.config.num_hidden_layers
-        lists = [m for m in decoder.children() if isinstance(m, nn.ModuleList) and len(m) == depth]
-        if len(lists) != 1:
-            raise UserError(
-                f"{type(hf).__name__}: no single list of {depth} decoder layers was found; "
-                "this model family is not supported"
-            )
-        self._parts["layers"] = lists[0]
-        hf.set_attn_implementation(attention.NAME)
+        decoder, layers = self._find_layers()
+        self._parts: dict[str, Any] = {
+            "decoder": decoder,
+            "layers": layers,
+        }  # not registered twice as modules
+        attention.attend_by(hf, attention.NAME)
         self._parts["norm"] = self._find_final_norm()
 
     @property
@@ -88,6 +83,20 @@ class CausalLM(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.embedding.weight.device
+
+    def _find_layers(self) -> tuple[nn.Module, nn.ModuleList]:
+        """The module that runs the decoder layers, and their list."""
+        depth = self.config.num_hidden_layers
+        # Llama-4's text model names itself as its decoder: what runs the layers is then a child.
+        for decoder in (self.hf.get_decoder(), *self.hf.children()):
+            lists = [m for m in decoder.children() if isinstance(m, nn.ModuleList)]
+            lists = [m for m in lists if len(m) == depth]
+            if len(lists) == 1:
+                return decoder, lists[0]
+        raise UserError(
+            f"{type(self.hf).__name__}: no single list of {depth} decoder layers was found; "
+            "this model family is not supported"
+        )
 
     def _find_final_norm(self) -> nn.Module:
         """The module that ran last in the decoder, after its layers: seen on two probe tokens."""

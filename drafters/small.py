@@ -16,6 +16,7 @@ from pydantic import Field
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from draftsmith.drafters import selftest
 from draftsmith.drafters.attention import chain_step, packed_step
 from draftsmith.drafters.base import (
     Drafter,
@@ -83,6 +84,11 @@ class Small(Drafter):
             raise UserError("embeddings: a checkpoint has its own; leave the key out")
         super().__init__(target, config)
         if config.layers is not None:
+            if not target.trees:
+                raise UserError(
+                    f"layers: those of {type(target.hf).__name__} need their own attention and "
+                    "cannot be a draft model here; use another family, or checkpoint"
+                )
             hf = _prune(target, config.layers, config.embeddings or "shared")
         else:
             hf, self.config = _from_checkpoint(target, config)
@@ -203,6 +209,14 @@ def _from_checkpoint(target: Target, config: SmallConfig) -> tuple[Any, SmallCon
         raise UserError(
             f"checkpoint: {config.checkpoint} has another tokenizer than the target "
             f"{target.source.spec}; a draft model must share it"
+        )
+    reference = selftest.probe_logits(hf)
+    slab = Slab(1, selftest.ROOM, hf.device)
+    gap = selftest.slab_gap(CausalLM(hf), reference, slab)
+    if not gap <= selftest.allowed(reference):
+        raise UserError(
+            f"checkpoint: {config.checkpoint} ({type(hf).__name__}) cannot be read through "
+            f"draftsmith's attention (logits differ by {gap:.3g}); use a model of another family"
         )
     filled = {"architecture": hf.config.to_dict(), "revision": source.revision}
     return hf, config.model_copy(update=filled)

@@ -1,37 +1,53 @@
 """The frozen target: how it is loaded, read and checked.
 
-On load it proves itself: its logits, by our attention, hooks and head, equal those that the same
-weights gave through transformers' own path before anything was replaced.
+On load it proves itself: its logits, by our attention, hooks and head, packed and in trees over the
+slab, equal those that the same weights gave through transformers' own path before anything was
+replaced. A family that cannot (ALiBi, recurrent layers) is read by its own attention and decodes
+chains on transformers' own cache, if that proves exact; any other is refused.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import logging as transformers_logging
 
-from draftsmith.drafters.attention import chain_step, packed_step
+from draftsmith.drafters import selftest
+from draftsmith.drafters.attention import Step, attend_by, packed_step
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.cache import Slab
-from draftsmith.drafters.causal_lm import CausalLM, Tap
+from draftsmith.drafters.causal_lm import CausalLM, Tap, TargetOutput
+from draftsmith.drafters.chain_cache import ChainCache, RowCache
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.source import Source, resolve, template_hash, tokenizer_hash
 
 logger = logging.getLogger(__name__)
 
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # by family
+_CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # by version and family
 
 
 class Target(CausalLM):
-    """A frozen causal LM with its tokenizer: eval mode, no gradients."""
+    """A frozen causal LM with its tokenizer: eval mode, no gradients.
+
+    trees: whether it is read through our attention and the slab. Where it is not, it takes chains
+    on the cache that `cache` gives, through `chain_step`, and any batch that `read` is given.
+    """
+
+    trees = True
 
     def __init__(self, hf: Any, tokenizer: Any, source: Source) -> None:
-        reference = probe_logits(hf)
+        """Raises UserError for a family that no way of reading gives the right logits of."""
+        reference = selftest.probe_logits(hf)
+        self._experts, self._experts_as_loaded = "as loaded", hf.get_experts_implementation()
         super().__init__(hf)
         self.tokenizer = tokenizer
         self.source = source
@@ -83,51 +99,170 @@ class Target(CausalLM):
 
     @property
     def max_positions(self) -> int:
-        """The longest text that the model's positions allow."""
-        return getattr(self.config, "max_position_embeddings", None) or 1 << 30
+        """The longest text that the model's positions allow.
+
+        With longrope only up to its original length: beyond it all frequencies change, in every
+        row of a batch at once, and a block across it is not what decoding one by one computes.
+        """
+        longest = getattr(self.config, "max_position_embeddings", None) or 1 << 30
+        for rope in _ropes(self.config):
+            if rope.get("rope_type") == "longrope":
+                longest = min(longest, rope.get("original_max_position_embeddings") or longest)
+        return longest
+
+    def fit_experts(self, tokens: int) -> None:
+        """Experts by batched_mm, which reads nothing on the host, for a forward of few tokens.
+
+        It copies the weights of every token's experts: only while that is no more than a layer has.
+        """
+        picked = getattr(self.config, "num_experts_per_tok", None)
+        counts = [getattr(self.config, name, None) for name in _EXPERT_COUNTS]
+        few = picked and any(count and tokens * picked <= count for count in counts)
+        self.use_experts("batched_mm" if few else "as loaded")
+
+    def use_experts(self, name: str) -> None:
+        """Sets transformers' experts implementation: "batched_mm", or what it was "as loaded"."""
+        if name != self._experts:  # it walks over all modules
+            kept = self._experts_as_loaded
+            self.hf.set_experts_implementation(kept if name == "as loaded" else name)
+            self._experts = name
+
+    def cache(self, rows: int, capacity: int, nodes: int = 1) -> Slab | ChainCache:
+        """An empty cache for `rows` texts of up to `capacity` tokens, verified `nodes` at a time.
+
+        A ChainCache where `trees` is False: it takes chains only (`chain_step`). Raises UserError
+        where the estimate (`cache_bytes`) exceeds the device's free memory.
+        """
+        need, free = self.cache_bytes(rows, capacity, nodes), free_bytes(self.device)
+        if need > free:
+            most = rows * free // need
+            raise UserError(
+                f"batch: {rows} rows of {capacity} tokens need about {need / 2**30:.1f} GiB of "
+                f"cache and logits, {self.device} has {free / 2**30:.1f} GiB free; use "
+                + (f"at most {most} rows" if most else "shorter texts or a smaller target")
+            )
+        if self.trees:
+            return Slab(rows, capacity, self.device)
+        return self._chain_cache(rows)
+
+    def cache_bytes(self, rows: int, capacity: int, nodes: int = 1) -> int:
+        """Bytes of the keys and values of rows x capacity tokens and of the logits of one step.
+
+        An estimate from below: logits (rows, nodes, V) are counted in fp32 and with their softmax,
+        activations not at all.
+        """
+        logits = 2 * 4 * rows * nodes * self.vocab_size
+        return rows * capacity * self._slot_bytes + logits
+
+    def forward(self, tokens: Tensor, step: Step, taps: Sequence[Tap] = ()) -> TargetOutput:
+        """Runs tokens (B, T) as `step` says and returns the pre-norm state and the taps."""
+        if self.trees:
+            return super().forward(tokens, step, taps)
+        caches = step.slab.rows if isinstance(step.slab, ChainCache) else [None] * len(tokens)
+        parts = []
+        for row, (positions, cache) in enumerate(zip(step.positions, caches, strict=True)):
+            alone = Step(positions[None], step.key_positions, step.visible, cache)
+            parts.append(super().forward(tokens[row : row + 1], alone, taps))
+        return _joined(parts, 0)
+
+    def _run(self, tokens: Tensor, step: Step) -> None:
+        if self.trees:
+            if self.device.type != "cpu":
+                self.fit_experts(tokens.numel())
+            super()._run(tokens, step)
+        elif isinstance(step.slab, RowCache):
+            step.slab.write(tokens)
+        else:
+            self._run_own(tokens, None)
+
+    def _run_own(self, tokens: Tensor, cache: DynamicCache | None) -> None:
+        """The decoder with its own attention and mask, on one row that is not padded."""
+        given = {} if cache is None else {str(self._cache_name): cache}
+        self._parts["decoder"](input_ids=tokens, use_cache=cache is not None, **given)
 
     @torch.no_grad()
     def read(self, batch: Batch, taps: Sequence[Tap]) -> Batch:
         """Fills the batch's features and final state in one teacher-forced pass; returns it."""
-        out = self(batch.tokens, packed_step(batch.position, batch.segment), taps)
+        step = packed_step(batch.position, batch.segment)
+        out = self(batch.tokens, step, taps) if self.trees else self._read_apart(batch, taps)
         batch.features, batch.final = out.features, out.final
         return batch
 
-    @torch.no_grad()
+    def _read_apart(self, batch: Batch, taps: Sequence[Tap]) -> TargetOutput:
+        """Every segment in a forward of its own."""
+        rows = []
+        for tokens, segment in zip(batch.tokens, batch.segment, strict=True):
+            lengths = segment.unique_consecutive(return_counts=True)[1].tolist()
+            parts = []
+            for piece in tokens.split(lengths):
+                position = torch.arange(len(piece), device=self.device).unsqueeze(0)
+                parts.append(self(piece.unsqueeze(0), packed_step(position, position * 0), taps))
+            rows.append(_joined(parts, 1))
+        return _joined(rows, 0)
+
     def _prove(self, reference: Tensor) -> None:
-        """Raises UserError unless our path gives the reference logits (1, T, V)."""
-        tokens = probe_tokens(reference.shape[2]).to(self.device)
-        T = tokens.shape[1]
-        position = torch.arange(T, device=self.device).unsqueeze(0)
-        slab = Slab(1, T, self.device)
-        pieces = []
-        for piece in tokens.split(T // 2, dim=1):  # a model that ignores our attention forgets
-            pieces.append(self(piece, chain_step(slab, piece.shape[1])).final)
-            slab.commit(torch.full_like(slab.length, piece.shape[1]))
-        whole = self(tokens, packed_step(position, torch.zeros_like(position))).final
-        bound = _TOLERANCE.get(whole.dtype, 0.5) * max(1.0, reference.abs().max().item() / 10)
-        for final, word in ((whole, "attention"), (torch.cat(pieces, dim=1), "cache")):
-            gap = (self.head(final).float() - reference.float()).abs().max().item()
-            if not gap <= bound:
-                raise UserError(
-                    f"target {self.source.spec}: logits through draftsmith's {word} differ from "
-                    f"transformers' own by {gap:.3g} (allowed {bound:.3g}); family "
-                    f"{type(self.hf).__name__} is not supported"
-                )
-        logger.debug("target self-test: max logit difference %.2e", gap)
+        """Settles `trees` by the reference logits; UserError where no way of reading gives them."""
+        bound = selftest.allowed(reference)
+        slab = Slab(1, selftest.ROOM, self.device)
+        gap, ours = _outcome(lambda: selftest.slab_gap(self, reference, slab))
+        self._slot_bytes = slab.slot_bytes
+        if gap <= bound:
+            return
+        family = type(self.hf).__name__
+        problem = f"target {self.source.spec}: logits through draftsmith's attention {ours}"
+        self.trees = False
+        attend_by(self.hf, "eager")
+        names = inspect.signature(self._parts["decoder"].forward).parameters
+        self._cache_name = next((name for name in _CACHE_NAMES if name in names), None)
+        if self._cache_name is None:
+            raise UserError(f"{problem}, and {family} takes no cache; it is not supported")
+        cache = self._chain_cache(2)
+        gap, own = _outcome(lambda: selftest.chain_gap(self, reference, cache))
+        self._slot_bytes = cache.slot_bytes
+        if not gap <= bound:
+            raise UserError(
+                f"{problem}; those in chains on its own cache {own} (allowed {bound:.3g}): family "
+                f"{family} is not supported"
+            )
+        logger.warning(
+            "%s (allowed %.3g): %s decodes exact chains on transformers' own cache, row by row, "
+            "without trees or CUDA graphs",
+            problem,
+            bound,
+            family,
+        )
+
+    def _chain_cache(self, rows: int) -> ChainCache:
+        caches = [RowCache(self.config, self._run_own) for _ in range(rows)]
+        return ChainCache(caches, self.device)
 
 
-def probe_tokens(vocab_size: int) -> Tensor:
-    """Twelve fixed token ids (1, 12), spread over the vocabulary."""
-    return (torch.arange(1, 13) * 7919 % vocab_size).unsqueeze(0)
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    """The rope settings of a config: one, or one for each type of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [rope] if "rope_type" in rope else [v for v in rope.values() if isinstance(v, dict)]
 
 
-@torch.no_grad()
-def probe_logits(hf: Any) -> Tensor:
-    """Logits (1, 12, V) of an untouched HF model on the probe tokens, by its eager attention.
+def _outcome(check: Callable[[], float]) -> tuple[float, str]:
+    """(largest logit difference, the same in words)."""
+    try:
+        gap = check()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever the code of a family that was never tried here raises
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        return math.inf, f"cannot be had ({reason})"
+    return gap, f"differ from transformers' own by {gap:.3g}"
 
-    Not by sdpa, the default: transformers 5.17's drops Gemma-2's softcap.
-    """
-    hf.set_attn_implementation("eager")
-    tokens = probe_tokens(hf.get_output_embeddings().weight.shape[0])
-    return hf(input_ids=tokens.to(hf.device), use_cache=False).logits
+
+def _joined(parts: list[TargetOutput], dim: int) -> TargetOutput:
+    features = {k: torch.cat([p.features[k] for p in parts], dim) for k in parts[0].features}
+    return TargetOutput(torch.cat([p.final for p in parts], dim), features)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that new tensors can take on the device, torch's own unused reserve included."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    return psutil.virtual_memory().available

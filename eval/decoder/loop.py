@@ -7,6 +7,7 @@ temperature; at temperature 0 it is the target's greedy text.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,15 @@ import torch
 from torch import Tensor
 
 from draftsmith.drafters.base import Drafter, Policy
+from draftsmith.drafters.capture import capture_problem
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval.decoder.graphs import Graphs
 from draftsmith.eval.decoder.round import Rounds
 from draftsmith.eval.decoder.text import Cutter, Round, Text
+
+logger = logging.getLogger(__name__)
 
 _STEP = 256  # capacities grow in steps, so that a later call finds its graphs again
 
@@ -66,10 +70,15 @@ class Decoder:
         self.drafter = drafter
         self.policy = policy or Policy(k=1)
         self.clock = Clock()
-        self.graphs = target.device.type == "cuda" if graphs is None else graphs
-        self._captured: dict[tuple, Graphs] = {}
         if drafter is not None:
             drafter.check(self.policy)
+            if not (target.trees or self.policy.is_chain):
+                raise UserError(
+                    f"{self.policy}: {type(target.hf).__name__} can be verified in chains only; "
+                    "give k alone"
+                )
+        self.graphs = _capturable(target, self.policy) if graphs is None else graphs
+        self._captured: dict[tuple, Graphs] = {}
 
     @torch.inference_mode()
     def generate(
@@ -221,6 +230,16 @@ class Decoder:
                     f"prompt {i}: {len(prompt)} tokens and max_new_tokens {max_new_tokens} exceed "
                     f"the target's {self.target.max_positions} positions; shorten either"
                 )
+
+
+def _capturable(target: Target, policy: Policy) -> bool:
+    """Whether rounds can run as CUDA graphs; says in one line why not, on a GPU."""
+    if target.device.type != "cuda":
+        return False
+    problem = capture_problem(target, policy.nodes)
+    if problem:
+        logger.warning("target %s: no CUDA graphs, as %s", target.source.spec, problem)
+    return problem is None
 
 
 def _between(start: Any, end: Any) -> float:

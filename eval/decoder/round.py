@@ -53,11 +53,12 @@ class Rounds:
         self.target, self.drafter, self.policy = target, drafter, policy
         self.sampler, self.seed, self.fixed = sampler, seed, fixed
         self.slots = policy.slots if drafter else 1
+        self.capacity = capacity
         self.ids = ids
         self.round = torch.zeros_like(ids)
         self.root = torch.zeros_like(ids)
         self.active = torch.ones_like(ids, dtype=torch.bool)
-        self.slab = Slab(len(ids), capacity, ids.device)
+        self.slab = target.cache(len(ids), capacity, self.slots)
         self.state = drafter.start(len(ids), capacity) if drafter else None
         self.taps = drafter.taps if drafter else ()
         self.known: Known | None = None
@@ -71,7 +72,7 @@ class Rounds:
         if self.known is not None:
             self.known.counts.zero_()  # the last texts' end is not news to these ones
         if self.drafter:
-            _reset(self.state, self.drafter.start(len(ids), self.slab.capacity))
+            _reset(self.state, self.drafter.start(len(ids), self.capacity))
 
     @property
     def noise(self) -> Noise:
@@ -111,7 +112,10 @@ class Rounds:
     def verify(self) -> None:
         """The target's one pass over the proposal."""
         self.shape = tree_shape(self.proposal.parents)
-        step = tree_step(self.slab, *self.shape)
+        if isinstance(self.slab, Slab):
+            step = tree_step(self.slab, *self.shape)
+        else:
+            step = chain_step(self.slab, self.proposal.tokens.shape[1])
         out = self.target(self.proposal.tokens, step, self.taps)
         self.features = out.features
         self.logits = self.target.head(out.final)  # (B, N, V)
@@ -131,6 +135,7 @@ class Rounds:
         counts = torch.where(self.active, result.count + 1, 0)
         tokens, features = self.proposal.tokens, self.features
         if result.path is not None:
+            assert isinstance(self.slab, Slab)  # the decoder gives no other cache a tree
             path = result.path[:, : self.policy.k + 1]  # (B, k + 1)
             self.slab.gather(self.slab.length, path)
             tokens = tokens.gather(1, path)

@@ -29,6 +29,7 @@ app = typer.Typer(
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopK = Annotated[int, typer.Option(help="0 switches top-k off.")]
 TopP = Annotated[float, typer.Option(help="1 switches top-p off.")]
+SUITE = "A JSON/JSONL file, a folder of them, or a data set on the hub; default: our own."
 Seed = Annotated[int, typer.Option(help="Keys every draw.")]
 
 
@@ -36,7 +37,7 @@ Seed = Annotated[int, typer.Option(help="Keys every draw.")]
 def sample(
     folder: Annotated[Path, typer.Argument(help="Samples folder to make, or to go on with.")],
     target: Annotated[str, typer.Option(help="Hub id, folder, GGUF file or smollm2.")] = "smollm2",
-    prompts: Annotated[Path | None, typer.Option(help="JSON/JSONL; default: our own.")] = None,
+    prompts: Annotated[str | None, typer.Option(help=SUITE)] = None,
     answers: Annotated[
         Path | None, typer.Option("--import", help="JSONL of prompt_ids and response_ids.")
     ] = None,
@@ -54,15 +55,16 @@ def sample(
     from draftsmith.drafters.sampling import Sampler
     from draftsmith.drafters.target import Target
     from draftsmith.train import storage
-    from draftsmith.train.prompts import product_prompts, read_prompts
+    from draftsmith.train.prompts import product_prompts
     from draftsmith.train.samples import generate, import_answers
+    from draftsmith.train.suites import read_suite
 
     sampler = Sampler(temperature, top_k, top_p)
     if foreign and answers is None:
         raise UserError("--foreign: goes with --import; generated answers are the target's own")
     asked = None
     if answers is None:
-        asked = read_prompts(prompts) if prompts else product_prompts("train")
+        asked = read_suite(prompts) if prompts else product_prompts("train")
     elif not answers.is_file():
         raise UserError(f"{answers}: no such file; --import takes a JSONL file")
     with storage.claimed(folder):
@@ -101,9 +103,7 @@ def evaluate(
     target: Annotated[
         str | None, typer.Option(help="Default: the one the drafter was made for.")
     ] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(help="JSON/JSONL; default: our held-out ones.")
-    ] = None,
+    prompts: Annotated[str | None, typer.Option(help=SUITE)] = None,
     limit: Annotated[int, typer.Option(min=1, help="Use at most this many prompts.")] = 16,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -122,13 +122,14 @@ def evaluate(
     from draftsmith.drafters.sampling import Sampler
     from draftsmith.drafters.target import Target
     from draftsmith.eval.evaluate import evaluate as run
-    from draftsmith.train.prompts import encode, product_prompts, read_prompts
+    from draftsmith.train.prompts import encode, product_prompts
+    from draftsmith.train.suites import read_suite, spread
 
     sampler = Sampler(temperature, top_k, top_p)
     Policy(k)
     if max_new_tokens < 1:
         raise UserError(f"--max-new-tokens: {max_new_tokens} leaves nothing to write; use >= 1")
-    asked = (read_prompts(prompts) if prompts else product_prompts("heldout"))[:limit]
+    asked = spread(read_suite(prompts) if prompts else product_prompts("heldout"), limit)
     folder = Path(checkpoint)
     about = None if checkpoint == "ngram" else base.read_config(folder)
     spec = target or (about["target"].get("spec") if about else None) or "smollm2"

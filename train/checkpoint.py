@@ -29,6 +29,7 @@ from filelock import FileLock, Timeout
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
+from draftsmith.train import trackers
 from draftsmith.train.recipe import Recipe
 
 # Keys that do not decide the weights: a run may go on with other values. (What the samples hold
@@ -77,7 +78,7 @@ def _claim(recipe: Recipe) -> None:
             )
         return
     # Without a checkpoint only samples are worth keeping, and they check themselves.
-    own = {"recipe.yaml", "metrics.jsonl", "samples", "wandb"}
+    own = {"recipe.yaml", "metrics.jsonl", "samples", *trackers.FOLDERS}
     if any(p.name not in own for p in folder.iterdir() if p.name[0] != "."):
         raise UserError(f"{folder}: not empty and no run of draftsmith; give another name")
     try:

@@ -33,6 +33,18 @@ SUITE = "A JSON/JSONL file, a folder of them, or a data set on the hub; default:
 Seed = Annotated[int, typer.Option(help="Keys every draw.")]
 
 
+@app.command(epilog="Example: draftsmith quickstart; run again, it goes on, or decodes again")
+def quickstart(
+    folder: Annotated[Path, typer.Argument(help="Where everything goes.")] = Path(
+        "runs/quickstart"
+    ),
+) -> None:
+    """The whole job small: samples, two drafters, decoding, one table; 15 minutes on 2 cores."""
+    from draftsmith.recipes.quickstart import quickstart as run
+
+    raise typer.Exit(run(folder))
+
+
 @app.command(epilog="Example: draftsmith sample samples/smol --target smollm2 --max-new-tokens 128")
 def sample(
     folder: Annotated[Path, typer.Argument(help="Samples folder to make, or to go on with.")],

@@ -30,13 +30,17 @@ from draftsmith.train.suites import read_suite
 
 def run(path: str, overrides: Sequence[str]) -> int:
     """Trains a recipe; the process's exit code. Raises UserError before compute is spent."""
-    chosen = recipe.load(path, overrides)
+    return train(recipe.load(path, overrides))
+
+
+def train(chosen: Recipe, target: Target | None = None) -> int:
+    """Trains a recipe that was read; target: the recipe's own where the caller has it loaded."""
     accelerator = _accelerator(chosen)
     prompts = _prompts(chosen)
     main = accelerator.is_main_process
     with checkpoint.claimed(chosen) if main else nullcontext():
         accelerator.wait_for_everyone()
-        target = Target.load(chosen.target, accelerator.device)
+        target = target or Target.load(chosen.target, accelerator.device)
         # Settings the target cannot take are told now, not after an hour of sampling.
         family(chosen.drafter)(target, chosen.drafter_config())
         if prompts is None:

@@ -82,7 +82,7 @@ def _claim(recipe: Recipe) -> None:
     if any(p.name not in own for p in folder.iterdir() if p.name[0] != "."):
         raise UserError(f"{folder}: not empty and no run of draftsmith; give another name")
     try:
-        _write(path, yaml.safe_dump(recipe.flat(), sort_keys=False))
+        write(path, yaml.safe_dump(recipe.flat(), sort_keys=False))
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror}); change runs") from None
 
@@ -163,7 +163,7 @@ class Metrics:
     def __init__(self, folder: Path, step: int) -> None:
         self.path = folder / "metrics.jsonl"
         kept = [m for m in read_metrics(folder) if m["step"] <= step]
-        _write(self.path, "".join(json.dumps(m) + "\n" for m in kept))
+        write(self.path, "".join(json.dumps(m) + "\n" for m in kept))
 
     def write(self, **values: Any) -> None:
         with self.path.open("a") as file:
@@ -182,7 +182,8 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return out
 
 
-def _write(path: Path, text: str) -> None:
+def write(path: Path, text: str) -> None:
+    """Replaces a file by `text` in one step, on disk when it returns."""
     scratch = path.with_name(f".{path.name}")
     scratch.write_text(text)
     _flush(scratch)

@@ -93,6 +93,25 @@ def sample(
     print(f"{folder}: {len(made)} answers, {tokens:,} tokens of {target} at {sampler}")
 
 
+@app.command(epilog="Example: draftsmith plan smol-eagle3 steps=2000 rows=4")
+def plan(
+    recipe: Annotated[str, typer.Argument(help="A recipe file, or a shipped recipe's name.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value ..")] = None,
+) -> None:
+    """What a recipe will take: parameters, memory, disk, tokens, time; from configs alone."""
+    from draftsmith.train.plan import plan as make
+    from draftsmith.train.plan import table
+    from draftsmith.train.recipe import load
+
+    made = make(load(recipe, overrides or []))
+    shown = Table(title=f"{recipe} on {made.device}", title_justify="left")
+    for name in ("", "part", "figure"):
+        shown.add_column(name, justify="right" if name == "figure" else "left")
+    for row in table(made):
+        shown.add_row(*row)
+    Console().print(shown)
+
+
 @app.command(
     epilog="Example: draftsmith train smol-eagle3 samples=samples/smol steps=500; with several "
     "processes: accelerate launch -m draftsmith.train smol-eagle3 samples=samples/smol"

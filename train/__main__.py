@@ -20,7 +20,7 @@ from draftsmith.drafters.base import family
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
-from draftsmith.train import checkpoint, recipe, storage, trackers
+from draftsmith.train import checkpoint, plan, recipe, storage, trackers
 from draftsmith.train.loop import Trainer
 from draftsmith.train.prompts import Prompt, product_prompts
 from draftsmith.train.recipe import Recipe
@@ -37,6 +37,7 @@ def train(chosen: Recipe, target: Target | None = None) -> int:
     """Trains a recipe that was read; target: the recipe's own where the caller has it loaded."""
     accelerator = _accelerator(chosen)
     prompts = _prompts(chosen)
+    plan.check(chosen)
     main = accelerator.is_main_process
     with checkpoint.claimed(chosen) if main else nullcontext():
         accelerator.wait_for_everyone()

@@ -144,11 +144,13 @@ def check_flops(world: World, drafter: str) -> None:
     assert work == pytest.approx(counted.get_total_flops(), rel=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["eagle", "small"])
 def test_flops(world: World, drafter: str) -> None:
     check_flops(world, drafter)
 
 
+@pytest.mark.slow
 def test_flops_planted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: a backward pass that costs nothing."""
     real = plan._pass

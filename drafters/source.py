@@ -60,11 +60,12 @@ class Source:
     kind: Literal["hub", "folder", "gguf"]
 
 
-def resolve(spec: str) -> Source:
+def resolve(spec: str, weights: bool = True) -> Source:
     """Finds the model that `spec` names (forms: see the top), converting a GGUF the first time.
 
-    Raises UserError: no such model, weights missing or cut short, package not installed, cache
-    unwritable, disk too small.
+    weights False asks for its config alone: those of a folder or hub model may be missing, and the
+    revision is then "unknown". Raises UserError: no such model, weights missing or cut short,
+    package not installed, cache unwritable, disk too small.
     """
     text = ALIASES.get(spec, spec)
     try:
@@ -73,7 +74,8 @@ def resolve(spec: str) -> Source:
         # os.path: unlike pathlib these never raise, whatever the text.
         path = Path(os.path.abspath(os.path.expanduser(text)))
         if text and os.path.isdir(path):
-            return Source(spec, str(path), _folder_revision(spec, path), "folder")
+            revision = _folder_revision(spec, path) if weights else _has_config(spec, path)
+            return Source(spec, str(path), revision, "folder")
         if text.lower().endswith(".gguf"):
             return _from_gguf(spec, path)
         if text and os.path.isfile(path):
@@ -86,7 +88,7 @@ def resolve(spec: str) -> Source:
             "no such folder, and not a hub id; name an existing model folder, a .gguf file, a hub "
             "id (org/name), package:NAME or smollm2",
         )
-    return _from_hub(spec)
+    return _from_hub(spec, weights)
 
 
 def _error(spec: str, text: str) -> UserError:
@@ -119,14 +121,19 @@ def _fingerprint(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _folder_revision(spec: str, folder: Path) -> str:
-    """sha256 over config.json and each weight file's name and fingerprint."""
-    config = folder / "config.json"
-    if not config.is_file():
+def _has_config(spec: str, folder: Path) -> str:
+    """The revision of a folder whose weights nobody read; raises UserError without config.json."""
+    if not (folder / "config.json").is_file():
         ggufs = sorted(folder.glob("*.gguf"))
         remedy = f"name the file {ggufs[0].name} itself" if ggufs else "name the folder that has it"
         raise _error(spec, f"the folder {folder} has no config.json; {remedy}")
-    digest = hashlib.sha256(config.read_bytes())
+    return "unknown"
+
+
+def _folder_revision(spec: str, folder: Path) -> str:
+    """sha256 over config.json and each weight file's name and fingerprint."""
+    _has_config(spec, folder)
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
     for file in _weight_files(spec, folder):
         digest.update(f"{file.name} {_fingerprint(file)}\n".encode())
     return digest.hexdigest()
@@ -342,7 +349,7 @@ def _convert(spec: str, file: Path, out: Path, fields: dict[str, int]) -> None:
 # The hub
 
 
-def _from_hub(spec: str) -> Source:
+def _from_hub(spec: str, weights: bool) -> Source:
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -373,11 +380,12 @@ def _from_hub(spec: str) -> Source:
     if config is None:
         raise _error(spec, problem or "has no config.json on the hub; check the name")
     revision = extract_commit_hash(config, None) or "unknown"
-    if not problem:
+    if not problem and weights:
         return Source(spec, spec, revision, "hub")
     # Only the local copy can serve. Its folder is named, so that loading does not retry either.
     folder = Path(config).parent
-    _weight_files(spec, folder)
+    if weights:
+        _weight_files(spec, folder)
     return Source(spec, str(folder), revision, "hub")
 
 

@@ -29,14 +29,27 @@ app = typer.Typer(
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopK = Annotated[int, typer.Option(help="0 switches top-k off.")]
 TopP = Annotated[float, typer.Option(help="1 switches top-p off.")]
+SUITE = "A JSON/JSONL file, a folder of them, or a data set on the hub; default: our own."
 Seed = Annotated[int, typer.Option(help="Keys every draw.")]
+
+
+@app.command(epilog="Example: draftsmith quickstart; run again, it goes on, or decodes again")
+def quickstart(
+    folder: Annotated[Path, typer.Argument(help="Where everything goes.")] = Path(
+        "runs/quickstart"
+    ),
+) -> None:
+    """The whole job small: samples, two drafters, decoding, one table; 15 minutes on 2 cores."""
+    from draftsmith.recipes.quickstart import quickstart as run
+
+    raise typer.Exit(run(folder))
 
 
 @app.command(epilog="Example: draftsmith sample samples/smol --target smollm2 --max-new-tokens 128")
 def sample(
     folder: Annotated[Path, typer.Argument(help="Samples folder to make, or to go on with.")],
     target: Annotated[str, typer.Option(help="Hub id, folder, GGUF file or smollm2.")] = "smollm2",
-    prompts: Annotated[Path | None, typer.Option(help="JSON/JSONL; default: our own.")] = None,
+    prompts: Annotated[str | None, typer.Option(help=SUITE)] = None,
     answers: Annotated[
         Path | None, typer.Option("--import", help="JSONL of prompt_ids and response_ids.")
     ] = None,
@@ -54,15 +67,16 @@ def sample(
     from draftsmith.drafters.sampling import Sampler
     from draftsmith.drafters.target import Target
     from draftsmith.train import storage
-    from draftsmith.train.prompts import product_prompts, read_prompts
+    from draftsmith.train.prompts import product_prompts
     from draftsmith.train.samples import generate, import_answers
+    from draftsmith.train.suites import read_suite
 
     sampler = Sampler(temperature, top_k, top_p)
     if foreign and answers is None:
         raise UserError("--foreign: goes with --import; generated answers are the target's own")
     asked = None
     if answers is None:
-        asked = read_prompts(prompts) if prompts else product_prompts("train")
+        asked = read_suite(prompts) if prompts else product_prompts("train")
     elif not answers.is_file():
         raise UserError(f"{answers}: no such file; --import takes a JSONL file")
     with storage.claimed(folder):
@@ -77,6 +91,25 @@ def sample(
         )
     tokens = int(made.token_counts().sum())
     print(f"{folder}: {len(made)} answers, {tokens:,} tokens of {target} at {sampler}")
+
+
+@app.command(epilog="Example: draftsmith plan smol-eagle3 steps=2000 rows=4")
+def plan(
+    recipe: Annotated[str, typer.Argument(help="A recipe file, or a shipped recipe's name.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value ..")] = None,
+) -> None:
+    """What a recipe will take: parameters, memory, disk, tokens, time; from configs alone."""
+    from draftsmith.train.plan import plan as make
+    from draftsmith.train.plan import table
+    from draftsmith.train.recipe import load
+
+    made = make(load(recipe, overrides or []))
+    shown = Table(title=f"{recipe} on {made.device}", title_justify="left")
+    for name in ("", "part", "figure"):
+        shown.add_column(name, justify="right" if name == "figure" else "left")
+    for row in table(made):
+        shown.add_row(*row)
+    Console().print(shown)
 
 
 @app.command(
@@ -101,9 +134,7 @@ def evaluate(
     target: Annotated[
         str | None, typer.Option(help="Default: the one the drafter was made for.")
     ] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(help="JSON/JSONL; default: our held-out ones.")
-    ] = None,
+    prompts: Annotated[str | None, typer.Option(help=SUITE)] = None,
     limit: Annotated[int, typer.Option(min=1, help="Use at most this many prompts.")] = 16,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -122,13 +153,14 @@ def evaluate(
     from draftsmith.drafters.sampling import Sampler
     from draftsmith.drafters.target import Target
     from draftsmith.eval.evaluate import evaluate as run
-    from draftsmith.train.prompts import encode, product_prompts, read_prompts
+    from draftsmith.train.prompts import encode, product_prompts
+    from draftsmith.train.suites import read_suite, spread
 
     sampler = Sampler(temperature, top_k, top_p)
     Policy(k)
     if max_new_tokens < 1:
         raise UserError(f"--max-new-tokens: {max_new_tokens} leaves nothing to write; use >= 1")
-    asked = (read_prompts(prompts) if prompts else product_prompts("heldout"))[:limit]
+    asked = spread(read_suite(prompts) if prompts else product_prompts("heldout"), limit)
     folder = Path(checkpoint)
     about = None if checkpoint == "ngram" else base.read_config(folder)
     spec = target or (about["target"].get("spec") if about else None) or "smollm2"

@@ -56,14 +56,14 @@ def test_every_kind_of_row(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
         {"prompt_ids": [3, 4], "category": None},
         {"prompt": "text wins", "prompt_ids": [3]},
     ]
-    for content in ("\n".join(map(json.dumps, rows)), json.dumps(rows, indent=2)):
+    for wrap in (json.dumps, lambda row: json.dumps([row], indent=2)):
         caplog.clear()
-        got = read_prompts(write(tmp_path, content))
+        got = [read_prompts(write(tmp_path, wrap(row)))[0] for row in rows]
         assert [p.domain for p in got] == ["math", "set", "mine", "mine", "mine"]
         assert [p.ids for p in got] == [None, None, None, (3, 4), None]
         assert texts(got[:3] + got[4:]) == ["a", "b", "c", "text wins"]
         assert got[2].messages == ({"role": "system", "content": "s"}, chat[1])
-        assert "2 of 5 rows have later turns" in caplog.text
+        assert caplog.text.count("1 of 1 rows have later turns") == 2
 
 
 @pytest.mark.parametrize("array", [False, True])

@@ -8,7 +8,6 @@ window) trains on without a sign of it, so runs are compared as bits, not as cur
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -331,7 +330,7 @@ def test_one_process_a_run(world: World, capsys: pytest.CaptureFixture[str]) -> 
     assert "\n" not in said and "another process" in said and str(world.folder("twice")) in said
 
 
-# ---------------------------------------------------------------- launchers and trackers
+# ---------------------------------------------------------------- launchers
 
 
 @pytest.mark.slow
@@ -363,33 +362,3 @@ def test_two_processes_train_like_one(world: World) -> None:
         assert b.get("loss", b.get("tau")) == pytest.approx(a.get("loss", a.get("tau")), rel=1e-3)
     first = training.weights(whole, 4)
     assert max(float((first[n] - one[n]).abs().max()) for n in one) > 1e-2, "weights do move"
-
-
-@pytest.mark.slow
-def test_wandb_offline(world: World, tmp_path: Path) -> None:
-    """Writes an offline run without an account or a network."""
-    pytest.importorskip("wandb")
-    path = world.recipe("tracked", tracker="wandb", steps=4)
-    done = training.shell(training.command(path), tmp_path, WANDB_MODE="offline")
-    assert done.returncode == 0, done.stderr
-    (log,) = (world.root / "runs" / "tracked").rglob("offline-run-*/run-*.wandb")
-    content = log.read_bytes()
-    assert b"replay/tau" in content and b"train/loss" in content
-
-
-def test_wandb_absent(
-    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One clear line, before the target is loaded."""
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else find(name, *a)
-    )
-    monkeypatch.setattr(Target, "load", _never)
-    assert train.main([str(world.recipe("untracked", tracker="wandb"))]) == 2
-    said = capsys.readouterr().err.strip()
-    assert "\n" not in said and "wandb" in said and "pip install" in said
-
-
-def _never(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("a target was loaded")

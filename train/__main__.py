@@ -7,7 +7,6 @@ RECIPE is a file or the name of a shipped recipe. Example:
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import time
 from collections.abc import Sequence
@@ -21,46 +20,46 @@ from draftsmith.drafters.base import family
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
-from draftsmith.train import checkpoint, recipe, storage
+from draftsmith.train import checkpoint, plan, recipe, storage, trackers
 from draftsmith.train.loop import Trainer
-from draftsmith.train.prompts import Prompt, product_prompts, read_prompts
+from draftsmith.train.prompts import Prompt, product_prompts
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples import Samples, generate
+from draftsmith.train.suites import read_suite
 
 
 def run(path: str, overrides: Sequence[str]) -> int:
     """Trains a recipe; the process's exit code. Raises UserError before compute is spent."""
-    chosen = recipe.load(path, overrides)
+    return train(recipe.load(path, overrides))
+
+
+def train(chosen: Recipe, target: Target | None = None) -> int:
+    """Trains a recipe that was read; target: the recipe's own where the caller has it loaded."""
     accelerator = _accelerator(chosen)
     prompts = _prompts(chosen)
+    plan.check(chosen)
     main = accelerator.is_main_process
     with checkpoint.claimed(chosen) if main else nullcontext():
         accelerator.wait_for_everyone()
-        target = Target.load(chosen.target, accelerator.device)
+        target = target or Target.load(chosen.target, accelerator.device)
         # Settings the target cannot take are told now, not after an hour of sampling.
         family(chosen.drafter)(target, chosen.drafter_config())
         if prompts is None:
             samples = Samples.open(Path(str(chosen.samples)), target)
         else:
             samples = _sampled(chosen, target, prompts, accelerator)
-        if chosen.tracker != "none":
-            accelerator.init_trackers(
-                "draftsmith",
-                chosen.flat(),
-                {"wandb": {"name": chosen.name, "dir": str(chosen.folder)}},
-            )
+        trackers.start(accelerator, chosen)
         return Trainer(chosen, target, samples, accelerator).run()
 
 
 def _accelerator(chosen: Recipe) -> Accelerator:
-    if chosen.tracker == "wandb" and importlib.util.find_spec("wandb") is None:
-        raise UserError("tracker: wandb is not installed; pip install wandb, or tracker: none")
+    trackers.check(chosen)
     bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     return Accelerator(
         # Else accelerate overlooks that torchrun started several processes on a CPU.
         cpu=not torch.accelerator.is_available(),
         mixed_precision="bf16" if bf16 else "no",
-        log_with=None if chosen.tracker == "none" else chosen.tracker,
+        log_with=chosen.tracker or None,
         project_dir=str(chosen.folder),
     )
 
@@ -68,7 +67,7 @@ def _accelerator(chosen: Recipe) -> Accelerator:
 def _prompts(chosen: Recipe) -> list[Prompt] | None:
     """The prompts that the target is to answer first; None where samples are given and fit."""
     if chosen.samples is None:
-        return read_prompts(Path(chosen.prompts)) if chosen.prompts else product_prompts("train")
+        return read_suite(chosen.prompts) if chosen.prompts else product_prompts("train")
     drawn_at = Sampler(**storage.read_manifest(Path(chosen.samples))["sampler"])
     if drawn_at != chosen.sampler:
         raise UserError(

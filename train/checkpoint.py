@@ -29,6 +29,7 @@ from filelock import FileLock, Timeout
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
+from draftsmith.train import trackers
 from draftsmith.train.recipe import Recipe
 
 # Keys that do not decide the weights: a run may go on with other values. (What the samples hold
@@ -77,11 +78,11 @@ def _claim(recipe: Recipe) -> None:
             )
         return
     # Without a checkpoint only samples are worth keeping, and they check themselves.
-    own = {"recipe.yaml", "metrics.jsonl", "samples", "wandb"}
+    own = {"recipe.yaml", "metrics.jsonl", "samples", *trackers.FOLDERS}
     if any(p.name not in own for p in folder.iterdir() if p.name[0] != "."):
         raise UserError(f"{folder}: not empty and no run of draftsmith; give another name")
     try:
-        _write(path, yaml.safe_dump(recipe.flat(), sort_keys=False))
+        write(path, yaml.safe_dump(recipe.flat(), sort_keys=False))
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror}); change runs") from None
 
@@ -162,7 +163,7 @@ class Metrics:
     def __init__(self, folder: Path, step: int) -> None:
         self.path = folder / "metrics.jsonl"
         kept = [m for m in read_metrics(folder) if m["step"] <= step]
-        _write(self.path, "".join(json.dumps(m) + "\n" for m in kept))
+        write(self.path, "".join(json.dumps(m) + "\n" for m in kept))
 
     def write(self, **values: Any) -> None:
         with self.path.open("a") as file:
@@ -181,7 +182,8 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return out
 
 
-def _write(path: Path, text: str) -> None:
+def write(path: Path, text: str) -> None:
+    """Replaces a file by `text` in one step, on disk when it returns."""
     scratch = path.with_name(f".{path.name}")
     scratch.write_text(text)
     _flush(scratch)

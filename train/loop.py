@@ -28,7 +28,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target import Target
 from draftsmith.eval.provenance import provenance
 from draftsmith.eval.replay import replay
-from draftsmith.train import checkpoint
+from draftsmith.train import checkpoint, trackers
 from draftsmith.train.checkpoint import Metrics, read_metrics
 from draftsmith.train.objective import Objective, Sums, backward, denominator
 from draftsmith.train.packing import Cursor, Stream, collate
@@ -240,11 +240,8 @@ class Trainer:
         values |= {"step": self.step, "tokens": self.tokens}
         if self.metrics:
             self.metrics.write(**values)
-        if self.recipe.tracker != "none":
-            kind = values["kind"]
-            flat = {f"{kind}/{n}": v for n, v in values.items() if isinstance(v, (int, float))}
-            flat |= {f"{kind}/alpha_{j}": a for j, a in enumerate(values["alpha"]) if a is not None}
-            self.accelerator.log(flat, step=self.step)
+        if self.recipe.tracker:
+            self.accelerator.log(trackers.flat(values), step=self.step)
 
     def _save(self) -> None:
         if not self.accelerator.is_main_process:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
@@ -57,21 +57,43 @@ def product_prompts(split: Literal["train", "heldout"]) -> list[Prompt]:
 # ---------------------------------------------------------------- files
 
 
+FIELDS = ("messages", "turns", "prompt", "prompt_ids")  # texts before ids: those fit one tokenizer
+
+
 def read_prompts(path: Path) -> list[Prompt]:
     """Prompts of a JSON array or of JSONL rows: `messages`, `turns`, `prompt` or `prompt_ids`.
 
-    The first of these that a row has counts, texts before ids (which belong to one tokenizer).
-    Of `turns` only the first is used for now; `messages` are used up to the last that is not the
-    assistant's. `category` or `source` becomes the domain, else the file's name. Raises UserError.
+    See `prompts_of`; the default domain is the file's name. Raises UserError.
+    """
+    return prompts_of(json_rows(path), str(path), path.stem)
+
+
+def prompts_of(
+    rows: Iterable[tuple[str, dict[str, Any]]], source: str, domain: str
+) -> list[Prompt]:
+    """Prompts of (where, row) pairs.
+
+    The first of FIELDS that a row has counts, and is the same for all rows. `prompt` may be a
+    list, which is then read as `turns`. Of turns only the first is used for now; `messages` are
+    used up to the last that is not the assistant's. `category` or `source` becomes the domain.
+    Raises UserError naming the row.
     """
     out = []
     cut = 0
-    for where, row in json_rows(path):
-        prompt, more = _prompt(where, row, path.stem)
+    kind = ""
+    for where, row in rows:
+        found = next((name for name in FIELDS if row.get(name) is not None), "")
+        kind = kind or found
+        if found and found != kind:
+            raise UserError(
+                f"{where}: asks by {found} where the rows before it ask by {kind}; give all rows "
+                "of a file the same fields"
+            )
+        prompt, more = _prompt(where, row, domain)
         cut += more
         out.append(prompt)
     if cut:
-        log.warning("%s: %d of %d rows have later turns, which are not used", path, cut, len(out))
+        log.warning("%s: %d of %d rows have later turns, which are not used", source, cut, len(out))
     return out
 
 
@@ -140,11 +162,12 @@ def _prompt(where: str, row: dict[str, Any], default_domain: str) -> tuple[Promp
         messages = _messages(where, row["messages"])
         last = max(i for i, m in enumerate(messages, start=1) if m["role"] != "assistant")
         return Prompt(tuple(messages[:last]), None, domain), last < len(messages)
-    if row.get("turns") is not None:
-        turns = row["turns"]
+    field = "prompt" if row.get("turns") is None else "turns"
+    turns = row.get(field)
+    if isinstance(turns, list) or field == "turns":
         if not isinstance(turns, list) or not turns:
-            raise UserError(f'{where}: turns is no list of texts; write ["..."]')
-        return asked(_text(where, "turns[0]", turns[0]), domain), len(turns) > 1
+            raise UserError(f'{where}: {field} is no list of texts; write ["..."]')
+        return asked(_text(where, f"{field}[0]", turns[0]), domain), len(turns) > 1
     if row.get("prompt") is not None:
         return asked(_text(where, "prompt", row["prompt"]), domain), False
     if row.get("prompt_ids") is not None:

@@ -10,14 +10,21 @@ import difflib
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from draftsmith.drafters.base import DrafterConfig, family
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
+
+
+def _listed(value: Any) -> Any:
+    return [] if value == "none" else [value] if isinstance(value, str) else value
+
+
+Trackers = Annotated[list[Literal["wandb", "tensorboard"]], BeforeValidator(_listed)]
 
 
 class Recipe(BaseModel):
@@ -54,7 +61,7 @@ class Recipe(BaseModel):
     chunk: int = Field(default=1024, ge=1)  # (anchor, depth) rows whose logits are alive at a time
     save_every: int = Field(default=100, ge=1)  # steps between checkpoints, each one replayed
     log_every: int = Field(default=10, ge=1)
-    tracker: Literal["none", "wandb"] = "none"
+    tracker: Trackers = []  # none, wandb, tensorboard, or a list (keys: see trackers.py)
     seed: int = 0
 
     settings: dict[str, Any] = Field(default_factory=dict)  # the family's keys, validated

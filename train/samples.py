@@ -277,7 +277,7 @@ def _check_sizes(
 ) -> None:
     """Tells the sizes of files and cache; raises UserError where the disk is too small."""
     tokens = sum(len(ids) + max_new_tokens for ids in encoded)
-    disk = 10 * tokens + 8192 * len(encoded)  # ids and flags, as parts and as rows
+    disk = storage.size(len(encoded), tokens)
     config = target.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or target.hidden_size // config.num_attention_heads

@@ -1,0 +1,299 @@
+"""What a plan promises, against models that are really built, runs that really train, and FLOPs
+that torch counts.
+
+    .venv/bin/pytest tests/test_plan.py
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from torch.utils.flop_counter import FlopCounterMode
+
+pytest.importorskip("datasets")
+
+from draftsmith.drafters.base import family
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.target import Target
+from draftsmith.eval.evaluate import count_parameters
+from draftsmith.train import __main__ as train
+from draftsmith.train import checkpoint, packing, plan, recipe
+from draftsmith.train.loop import Trainer
+from draftsmith.train.pace import Pace
+from draftsmith.train.packing import Cursor
+from draftsmith.train.samples import Samples
+from training import World
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(autouse=True)
+def steady(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine of one operation a second, on which logits cost nothing: seconds are FLOPs."""
+    monkeypatch.setattr(Pace, "matmul", lambda self, rows: 1.0)
+    monkeypatch.setattr(Pace, "rowwise", float("inf"))
+    yield
+
+
+def planned(world: World, name: str, drafter: str, **changes: Any) -> plan.Plan:
+    return plan.plan(recipe.load(world.recipe(name, drafter, **changes)))
+
+
+SETTINGS = {
+    "eagle": ("eagle", {}),
+    "whole vocabulary": ("eagle", {"draft_vocab": None}),
+    "target's head": ("eagle", {"head": "target"}),
+    "small": ("small", {}),
+    "own embeddings": ("small", {"embeddings": "own"}),
+    "adapters": ("small", {"lora_rank": 2}),
+    "checkpoint": ("small", {"layers": None, "checkpoint": True}),
+    "adapters of a checkpoint": ("small", {"layers": None, "checkpoint": True, "lora_rank": 2}),
+}
+
+
+def check_parameters(world: World, name: str, built: Any) -> None:
+    """The plan counts what `built` (recipe -> a real drafter) has."""
+    drafter, changes = SETTINGS[name]
+    if "checkpoint" in changes:
+        changes = changes | {"checkpoint": str(world.target)}
+    path = world.recipe("parameters", drafter, **changes)
+    made = plan.plan(recipe.load(path))
+    real = built(recipe.load(path))
+    assert made.drafter_parameters == count_parameters(real)
+    assert made.target_parameters == sum(p.numel() for p in real.target.parameters())
+    weights = sum(p.numel() * p.element_size() for p in real.target.parameters())
+    assert made.memory["target weights"] == weights
+    trained = [p for p in real.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    for p in trained:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    moments = [
+        t for s in optimizer.state.values() for key, t in s.items() if key.startswith("exp_avg")
+    ]
+    assert made.memory["optimizer states"] == sum(t.numel() * t.element_size() for t in moments)
+    assert made.memory["gradients"] == sum(p.numel() * p.element_size() for p in trained)
+
+
+def built(chosen: recipe.Recipe) -> Any:
+    target = Target.load(chosen.target)
+    return family(chosen.drafter)(target, chosen.drafter_config())
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_parameters(world: World, name: str) -> None:
+    check_parameters(world, name, built)
+
+
+def test_parameters_planted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: frozen parameters counted among those trained."""
+    real = plan._drafter
+
+    def all_of_them(*args: Any) -> Any:
+        drafter, _ = real(*args)
+        return drafter, sum(p.numel() for p in drafter.parameters())
+
+    monkeypatch.setattr(plan, "_drafter", all_of_them)
+    with pytest.raises(AssertionError):
+        check_parameters(world, "small", built)
+
+
+def test_config_is_enough(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No weights are read, and none need be there."""
+    whole = planned(world, "whole", "eagle")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(world.target / "config.json", bare)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", _never)
+    made = planned(world, "bare", "eagle", target=str(bare))
+    assert made.drafter_parameters == whole.drafter_parameters
+    assert made.seconds == whole.seconds and made.disk == whole.disk
+
+
+# ---------------------------------------------------------------- against runs
+
+
+def check_flops(world: World, drafter: str) -> None:
+    """A step's work, as torch counts it, is what its planned time rests on."""
+    chosen = recipe.load(world.recipe("flops", drafter, accumulation=1, rows=2, chunk=4096))
+    target = Target.load(chosen.target)
+    samples = Samples.open(world.samples, target, audit=0)
+    chosen.folder.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(chosen, target, samples, Accelerator(cpu=True))
+    counted = FlopCounterMode(display=False)
+    steps = 6
+    with counted:
+        for _ in range(steps):
+            trainer._step()
+    made = plan.plan(chosen)
+    work = made.seconds["training"] * steps / chosen.steps
+    assert work == pytest.approx(counted.get_total_flops(), rel=0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["eagle", "small"])
+def test_flops(world: World, drafter: str) -> None:
+    check_flops(world, drafter)
+
+
+@pytest.mark.slow
+def test_flops_planted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: a backward pass that costs nothing."""
+    real = plan._pass
+    monkeypatch.setattr(
+        plan, "_pass", lambda *args, backward: real(*args, backward=False) if backward else 0.0
+    )
+    with pytest.raises(AssertionError):
+        check_flops(world, "small")
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "small"])
+def test_disk_and_tokens(world: World, drafter: str) -> None:
+    """Of a run that is made, the files and what was learned from."""
+    path = world.recipe(f"made-{drafter}", drafter)
+    made = plan.plan(recipe.load(path))
+    assert train.main([str(path)]) == 0
+    run = world.folder(f"made-{drafter}")
+    files = [f for f in run.glob("checkpoint-*/*") if f.suffix in (".safetensors", ".pt")]
+    size = sum(f.stat().st_size for f in files)
+    other = 40_000 * len(checkpoint.steps(run))  # states of generators, the window, names
+    assert made.disk["checkpoints"] <= size <= 1.05 * made.disk["checkpoints"] + other
+    learned = checkpoint.read_metrics(run)[-1]["tokens"]
+    assert made.tokens["learned"] == pytest.approx(learned, rel=0.15)
+
+
+def test_sampling_is_planned_where_it_is_needed(world: World) -> None:
+    """24 prompts of 24 tokens at most, a batch of 16 at a time."""
+    changes = {"samples": None, "prompts": str(world.prompts), "max_new_tokens": 24}
+    made, drawn = planned(world, "asks", "small", **changes), planned(world, "has", "small")
+    assert made.tokens["answers"] == 24 * 24 >= drawn.tokens["answers"]
+    assert made.seconds["sampling"] > 0 and "sampling" not in drawn.seconds
+    assert made.disk["samples"] > 0 and "samples" not in drawn.disk
+
+
+def test_packed_rows(world: World) -> None:
+    """The tokens of a row are those that the training stream packs."""
+    samples = Samples.open(world.samples, Target.load(str(world.target)), audit=0)
+    texts = plan._texts(recipe.load(world.recipe("rows")))
+    stream = packing.Stream(samples, range(len(samples)), 64, seed=0)
+    rows, _ = stream.take(Cursor(), stream.rows_per_epoch(0))
+    tokens = [sum(int(samples.lengths[i]) for i in row) for row in rows]
+    assert texts.row(64) == pytest.approx(sum(tokens) / len(tokens))
+    assert texts.made == int(samples.token_counts().sum())
+
+
+# ---------------------------------------------------------------- refused
+
+
+def refused(
+    world: World, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """What `train` says when it refuses to start: one line, before the target is loaded."""
+    monkeypatch.setattr(Target, "load", _never)
+    assert train.main([str(world.recipe(name))]) == 2
+    said = capsys.readouterr().err.strip()
+    assert "\n" not in said and said.startswith("error: ")
+    return said
+
+
+def test_too_little_memory(
+    world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "_free_memory", lambda device: 100 * MIB)
+    said = refused(world, "large", capsys, monkeypatch)
+    assert "recipe large: needs about " in said and "0.10 GiB free; lower rows" in said
+
+
+def test_too_little_memory_planted(
+    world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted fault: a check that nobody calls."""
+    monkeypatch.setattr(plan, "check", lambda recipe: None)
+    monkeypatch.setattr(plan, "_free_memory", lambda device: 100 * MIB)
+    with pytest.raises(AssertionError, match="was loaded"):
+        refused(world, "large", capsys, monkeypatch)
+
+
+def test_too_little_disk(
+    world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three checkpoints to write; of a run that has them all, none."""
+    usage = SimpleNamespace(free=100_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    said = refused(world, "wide", capsys, monkeypatch)
+    assert "of disk (3 checkpoints: 0.00 GiB), 0.00 GiB are free; raise save_every" in said
+    chosen = recipe.load(world.recipe("wide"))
+    monkeypatch.setattr(checkpoint, "steps", lambda folder: [4, 8, 9])
+    plan.check(chosen)
+
+
+def test_memory_of_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its limit counts where it is lower than the machine's free memory."""
+    texts = {"memory.max": f"{500 * MIB}\n", "memory.current": f"{200 * MIB}\n"}
+    monkeypatch.setattr(Path, "is_file", lambda self: self.name in texts)
+    monkeypatch.setattr(Path, "read_text", lambda self, *a, **k: texts[self.name])
+    process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=50 * MIB))
+    memory = SimpleNamespace(available=4096 * MIB)
+    psutil = SimpleNamespace(Process=lambda: process, virtual_memory=lambda: memory)
+    monkeypatch.setattr(plan, "psutil", psutil)
+    assert plan._free_memory("cpu") == 350 * MIB
+    texts["memory.max"] = "max\n"
+    assert plan._free_memory("cpu") == 4146 * MIB
+
+
+# ---------------------------------------------------------------- hub models
+
+
+@pytest.fixture
+def no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty hub cache, and a hub at an address where nobody listens."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def test_hub_out_of_reach(world: World, no_hub: Path) -> None:
+    with pytest.raises(UserError) as error:
+        planned(world, "remote", "eagle", target="org/remote")
+    assert "the hub cannot be reached" in str(error.value)
+    assert "org/remote" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_hub_config_in_the_cache(world: World, no_hub: Path) -> None:
+    """The config alone is enough; for training it is not."""
+    commit = "0" * 40
+    repo = no_hub / "models--org--cached"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text(commit)
+    (repo / "snapshots" / commit).mkdir(parents=True)
+    shutil.copy(world.target / "config.json", repo / "snapshots" / commit)
+    made = planned(world, "cached", "eagle", target="org/cached")
+    assert made.drafter_parameters == planned(world, "here", "eagle").drafter_parameters
+    with pytest.raises(UserError, match="has no weights"):
+        Target.load("org/cached")
+
+
+def test_unknown_architecture(world: World, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
+    with pytest.raises(UserError) as error:
+        planned(world, "odd", "eagle", target=str(tmp_path))
+    assert "transformers cannot read its config" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def _never(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("a model was loaded")

@@ -1,0 +1,122 @@
+"""Trackers: every one gets the documented keys, and a missing package is one line.
+
+.venv/bin/pytest tests/test_trackers.py
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("datasets")
+
+import training
+from draftsmith.drafters.target import Target
+from draftsmith.train import __main__ as train
+from draftsmith.train import trackers
+from draftsmith.train.checkpoint import read_metrics
+from training import World
+
+DEPTHS, K = 2, 3
+KEYS = {
+    "train": {"loss", "lr", "grad_norm", "tokens_per_s", "step", "tokens", "alpha_0", "alpha_1"},
+    "replay": {"tau", "tau_ci_0", "tau_ci_1", "tau_by_k_1", "tau_by_k_2", "tau_by_k_3", "k"}
+    | {"alpha_0", "alpha_1", "alpha_2", "seconds", "biased", "step", "tokens"},
+}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("world"))
+
+
+def recipe(world: World, name: str, trackers: Any) -> Path:
+    return world.recipe(name, tracker=trackers, steps=4, depths=DEPTHS, k=K, log_every=2)
+
+
+def documented() -> set[str]:
+    """The keys that the docstring names, indices and draft lengths filled in."""
+    found: set[str] = set()
+    for kind, name in re.findall(r"\b(train|replay|KIND)/(\w+)", trackers.__doc__ or ""):
+        kinds = ("train", "replay") if kind == "KIND" else (kind,)
+        for one in kinds:
+            spots = {"alpha_J": range(DEPTHS if one == "train" else K), "tau_by_k_K": range(1, 4)}
+            stem = name.rpartition("_")[0]
+            found |= {f"{one}/{stem}_{j}" for j in spots.get(name, ())} or {f"{one}/{name}"}
+    return found | {"replay/tau_ci_1"}
+
+
+def test_keys_are_those_documented() -> None:
+    wanted = {f"{kind}/{name}" for kind, names in KEYS.items() for name in names}
+    assert documented() == wanted
+
+
+def test_flat() -> None:
+    values = {"kind": "x", "a": 1, "b": [0.5, None], "c": {"2": 1.5}, "d": None, "e": "text"}
+    assert trackers.flat(values) == {"x/a": 1, "x/b_0": 0.5, "x/c_2": 1.5}
+
+
+def test_tensorboard_holds_the_log(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every value of metrics.jsonl, at its step, under the documented keys."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert train.main([str(recipe(world, "board", "tensorboard"))]) == 0
+    run = world.folder("board")
+    events = EventAccumulator(str(run / trackers.PROJECT))
+    events.Reload()
+    found = {
+        (tag, scalar.step): scalar.value
+        for tag in events.Tags()["scalars"]
+        for scalar in events.Scalars(tag)
+    }
+    lines = [m for m in read_metrics(run) if m["kind"] in KEYS]
+    wanted = {(key, m["step"]): v for m in lines for key, v in trackers.flat(m).items()}
+    assert found.keys() == wanted.keys()
+    assert {key for key, _ in found} <= documented()
+    for key, value in wanted.items():
+        torch.testing.assert_close(found[key], float(value), rtol=1e-5, atol=1e-6)
+    assert train.main([str(recipe(world, "board", "none"))]) == 0, "the folder is still the run's"
+
+
+@pytest.mark.slow
+def test_both_at_once(world: World, tmp_path: Path) -> None:
+    """wandb without an account or a network, TensorBoard beside it."""
+    pytest.importorskip("wandb")
+    pytest.importorskip("tensorboard")
+    path = recipe(world, "both", ["wandb", "tensorboard"])
+    done = training.shell(training.command(path), tmp_path, WANDB_MODE="offline")
+    assert done.returncode == 0, done.stderr
+    (log,) = world.folder("both").rglob("offline-run-*/run-*.wandb")
+    content = log.read_bytes()
+    missing = [key for key in documented() if key.encode() not in content]
+    # A value that is None (a depth never reached) is left out.
+    assert all(key.startswith("replay/alpha_") for key in missing), missing
+    assert list((world.folder("both") / trackers.PROJECT).rglob("events.*"))
+
+
+@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+def test_absent(
+    world: World, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One clear line, before the target is loaded."""
+    find: Callable[..., Any] = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda n, *a: None if n == name else find(n, *a)
+    )
+    monkeypatch.setattr(Target, "load", _never)
+    assert train.main([str(recipe(world, f"no-{name}", name))]) == 2
+    said = capsys.readouterr().err.strip()
+    assert (
+        "\n" not in said and said.startswith("error: tracker: ") and f"pip install {name}" in said
+    )
+
+
+def _never(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("a target was loaded")

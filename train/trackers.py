@@ -1,0 +1,63 @@
+"""wandb and TensorBoard, through accelerate: `tracker: wandb`, `tensorboard`, or a list of both.
+
+Both get the same keys, at the run's step; runs/NAME/metrics.jsonl holds the same values, nested.
+
+    train/loss            mean loss of the steps since the last line
+    train/alpha_J         overlap of p and q at depth J, over all anchors (not a serving figure)
+    train/lr, train/grad_norm
+    train/tokens_per_s    positions learned from
+    replay/tau            tokens per verify pass on the held-out conversations, at k=replay/k
+    replay/tau_ci_0, _1   its 95% interval
+    replay/tau_by_k_K     the same for every draft length up to k
+    replay/alpha_J        acceptance at depth J, as served
+    replay/seconds        wall time of the run so far
+    replay/biased         1 where the held-out text is not the target's own
+    KIND/step, KIND/tokens   of both kinds: optimizer steps, positions learned from so far
+
+wandb writes into runs/NAME/wandb (WANDB_MODE=offline needs no account), TensorBoard into
+runs/NAME/draftsmith: `tensorboard --logdir runs`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+from accelerate import Accelerator
+
+from draftsmith.drafters.errors import UserError
+from draftsmith.train.recipe import Recipe
+
+PROJECT = "draftsmith"
+FOLDERS = ("wandb", PROJECT)  # what trackers leave in a run's folder
+
+
+def check(recipe: Recipe) -> None:
+    """Raises UserError unless the recipe's trackers are installed."""
+    for name in recipe.tracker:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"tracker: {name} is not installed; pip install {name}, or leave it")
+
+
+def start(accelerator: Accelerator, recipe: Recipe) -> None:
+    """Opens the recipe's trackers on the main process, the recipe beside them."""
+    if not recipe.tracker:
+        return
+    plain = (bool, int, float, str)  # TensorBoard takes nothing else
+    values = {k: v if isinstance(v, plain) else str(v) for k, v in recipe.flat().items()}
+    own = {"wandb": {"name": recipe.name, "dir": str(recipe.folder)}}
+    accelerator.init_trackers(PROJECT, values, own)
+
+
+def flat(values: dict[str, Any]) -> dict[str, float]:
+    """One line of the log as the keys above: lists by index, tables by key, no text, no None."""
+    kind = values["kind"]
+    out = {}
+    for name, value in values.items():
+        cells: list[tuple[str, Any]] = [(name, value)]
+        if isinstance(value, dict):
+            cells = [(f"{name}_{key}", v) for key, v in value.items()]
+        elif isinstance(value, (list, tuple)):
+            cells = [(f"{name}_{i}", v) for i, v in enumerate(value)]
+        out.update({f"{kind}/{k}": v for k, v in cells if isinstance(v, (int, float))})
+    return out

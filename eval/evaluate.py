@@ -91,6 +91,7 @@ def evaluate(
             "alpha": [a / r if r else None for a, r in zip(counted[1:], reached, strict=True)],
             "tokens": emitted,
             "passes": counted[0],
+            "histogram": histogram(texts, k),
             "tokens_per_s": clock.tokens / clock.total if clock.total else None,
             "baseline_tokens_per_s": base.tokens / base.total if base.total else None,
             "speedup": _ratio(clock.tokens, clock.total, base.tokens, base.total),
@@ -124,6 +125,12 @@ def read_texts(
         batch = batch_of(pairs, sampler).to(target.device)
         out.append(target.read(batch, drafter.taps))
     return out
+
+
+def histogram(texts: Sequence[Text], k: int) -> list[int]:
+    """(k + 1,): verify passes that accepted 0, 1, .. k drafts."""
+    accepted = [r.accepted for text in texts for r in text.rounds]
+    return [accepted.count(m) for m in range(k + 1)]
 
 
 def count_parameters(drafter: Drafter) -> int:

@@ -1,4 +1,4 @@
-"""The front door: draftsmith sample | train | eval.
+"""The front door: draftsmith sample | train | eval | report.
 
 A user's mistake is one line on stderr and exit code 2, before any compute is spent.
 """
@@ -168,6 +168,31 @@ def evaluate(
         (output / "report.json").write_text(json.dumps(report, indent=1) + "\n")
         print(f"written: {output / 'report.json'}")
     if not report["parity"]["holds"]:
+        print("error: decoder and replay disagree; this is a bug in draftsmith", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example: draftsmith report runs/smol-eagle3 --limit 32 --max-new-tokens 128")
+def report(
+    run: Annotated[Path, typer.Argument(help="A run's folder, as `draftsmith train` made it.")],
+    target: Annotated[str | None, typer.Option(help="Default: the run's own.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON/JSONL; default: our held-out ones.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most this many, from all domains.")] = 32,
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 128,
+    k: Annotated[int | None, typer.Option(min=1, help="Longest draft; default: the run's.")] = None,
+    seed: Seed = 0,
+) -> None:
+    """Replays every checkpoint of a run, decodes the best one, writes RUN/report."""
+    from draftsmith.recipes.report import Settings
+    from draftsmith.recipes.report import report as make
+
+    found = make(run, Settings(target, prompts, limit, max_new_tokens, k, seed))
+    for name, speed in found["speed"].items():
+        print(f"{name}: {speed['verdict']}")
+    print(f"written: {run / 'report'}/report.html, report.md, report.json")
+    if not all(decoded["parity"]["holds"] for decoded in found["decode"].values()):
         print("error: decoder and replay disagree; this is a bug in draftsmith", file=sys.stderr)
         raise typer.Exit(1)
 

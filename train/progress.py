@@ -1,4 +1,4 @@
-"""The live line of a training run: loss, alpha_0, tau, tokens/s, time left."""
+"""The live lines of long work: a training run's, and a count of things done."""
 
 from __future__ import annotations
 
@@ -24,6 +24,29 @@ class ProgressLine:
         )
         end = "\r" if self.live and step < self.steps else "\n"
         print(f"{text:<90}" if self.live else text, end=end, file=sys.stderr, flush=True)
+
+
+class CountLine:
+    """Things done of a total, with the time left; elsewhere than on a terminal, a line a minute."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self.what, self.total = what, total
+        self.done = self.skipped = 0
+        self.began = self.said = time.perf_counter()
+        self.live = sys.stderr.isatty()
+
+    def count(self, made: bool = True) -> None:
+        """One more is done; made False: it was there already, and took no time."""
+        self.done += 1
+        self.skipped += not made
+        now, last = time.perf_counter(), self.done == self.total
+        if not (self.live or last or now - self.said > 60):
+            return
+        self.said = now
+        each = (now - self.began) / max(self.done - self.skipped, 1)
+        text = f"{self.what} {self.done}/{self.total}  ETA {clock(each * (self.total - self.done))}"
+        end = "\r" if self.live and not last else "\n"
+        print(f"{text:<60}" if self.live else text, end=end, file=sys.stderr, flush=True)
 
 
 def clock(seconds: float) -> str:

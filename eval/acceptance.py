@@ -8,38 +8,57 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from draftsmith.eval.replay import Replay, Table, moments, summarise
+from draftsmith.eval.replay import Moments, Replay, Table, moments
 
 INTERVAL = 0.95
 RESAMPLES = 1000
 NGRAM = 8  # tokens that must repeat
+FEW = 10  # rounds that tried a depth, below which its alpha is no figure to draw
 REPETITIVE = 0.2  # share of a text's tokens in a repeated n-gram, above which it is set apart
 
 Array = NDArray[np.float64]
 
 
-def acceptance(tables: Sequence[Table], k: int, seed: int = 0) -> dict[str, Any]:
-    """tau, alpha and their intervals of texts at draft length k; None where nothing was drafted."""
-    pooled = summarise(tables, k, RESAMPLES, seed)
-    worked = [t for t in tables if t.tokens > 0]
-    parts = [moments(t, k) for t in worked]
-    prompts = [t.prompt for t in worked]
-    intervals = [
-        ratio_interval([m.survived[j] for m in parts], [m.reached[j] for m in parts], prompts, seed)
-        for j in range(k)
-    ]
+class Part(NamedTuple):
+    """One text at a draft length: its table, and what the decoder would count on it."""
+
+    table: Table
+    counts: Moments
+
+
+def parts_of(tables: Sequence[Table], k: int) -> list[Part]:
+    """The moments of every text, taken once for all the groups that it stands in."""
+    return [Part(table, moments(table, k)) for table in tables]
+
+
+def acceptance(parts: Sequence[Part], k: int, seed: int = 0) -> dict[str, Any]:
+    """tau, alpha and their intervals of texts at draft length k; None where nothing was drafted.
+
+    reached: expected rounds that tried each depth, which is what an alpha rests on.
+    """
+    worked = [part for part in parts if part.table.tokens > 0]
+    prompts = [part.table.prompt for part in worked]
+    tokens = [float(part.table.tokens) for part in worked]
+    passes = [float(part.counts.mean[0]) for part in worked]
+    tried = [[float(part.counts.reached[j]) for part in worked] for j in range(k)]
+    taken = [[float(part.counts.survived[j]) for part in worked] for j in range(k)]
     return {
-        "texts": len(tables),
-        "tokens": pooled.tokens,
-        "tau": pooled.tau if worked else None,
-        "tau_ci": list(pooled.tau_ci) if worked else None,
-        "alpha": pooled.alpha,
-        "alpha_ci": intervals,
+        "texts": len(parts),
+        "tokens": int(sum(tokens)),
+        "tau": sum(tokens) / sum(passes) if worked else None,
+        "tau_ci": ratio_interval(tokens, passes, prompts, seed),
+        "alpha": [
+            sum(s) / sum(r) if sum(r) > 0 else None for s, r in zip(taken, tried, strict=True)
+        ],
+        "alpha_ci": [
+            ratio_interval(s, r, prompts, seed) for s, r in zip(taken, tried, strict=True)
+        ],
+        "reached": [sum(r) for r in tried],
     }
 
 
@@ -59,17 +78,17 @@ def ratio_interval(
 
 
 def by_domain(
-    tables: Sequence[Table], domains: Sequence[str], k: int, seed: int = 0
+    parts: Sequence[Part], domains: Sequence[str], k: int, seed: int = 0
 ) -> dict[str, dict[str, Any]]:
     """`acceptance` of each domain's texts; domains[i] is that of prompt i."""
-    groups: dict[str, list[Table]] = {}
-    for table in tables:
-        groups.setdefault(domains[table.prompt], []).append(table)
+    groups: dict[str, list[Part]] = {}
+    for part in parts:
+        groups.setdefault(domains[part.table.prompt], []).append(part)
     return {name: acceptance(groups[name], k, seed) for name in sorted(groups)}
 
 
 def repetitive(
-    tables: Sequence[Table], answers: Sequence[Sequence[int]], k: int, seed: int = 0
+    parts: Sequence[Part], answers: Sequence[Sequence[int]], k: int, seed: int = 0
 ) -> dict[str, Any]:
     """Texts that repeat themselves and all others, apart: loops flatter every drafter.
 
@@ -77,8 +96,8 @@ def repetitive(
     """
     loops = {i for i, answer in enumerate(answers) if repeated_share(answer) > REPETITIVE}
     return {
-        "apart": acceptance([t for t in tables if t.prompt in loops], k, seed),
-        "others": acceptance([t for t in tables if t.prompt not in loops], k, seed),
+        "apart": acceptance([p for p in parts if p.table.prompt in loops], k, seed),
+        "others": acceptance([p for p in parts if p.table.prompt not in loops], k, seed),
     }
 
 
@@ -98,14 +117,14 @@ def replayed(
 ) -> dict[str, Any]:
     """What a report keeps of one replay: pooled, per draft length, per domain, repetitive apart."""
     k = max(by_k)
-    tables = by_k[k].tables
-    return acceptance(tables, k, seed) | {
+    parts = parts_of(by_k[k].tables, k)
+    return acceptance(parts, k, seed) | {
         "k": k,
         "tau_by_k": {str(n): _known(r.tau) for n, r in by_k.items()},
         "tau_ci_by_k": {str(n): [_known(end) for end in r.tau_ci] for n, r in by_k.items()},
         "alpha_0_by_k": {str(n): r.alpha[0] for n, r in by_k.items()},
-        "by_domain": by_domain(tables, domains, k, seed),
-        "repetitive": repetitive(tables, answers, k, seed),
+        "by_domain": by_domain(parts, domains, k, seed),
+        "repetitive": repetitive(parts, answers, k, seed),
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from draftsmith.eval.charts import Chart, span
+from draftsmith.eval.charts import Chart, span, ticks
 
 Report = dict[str, Any]
 
@@ -25,13 +25,18 @@ def alpha_per_depth(report: Report) -> str:
     """alpha_j with intervals, a series for each sampler."""
     best = report["replay"]
     depths = range(report["k"])
-    tops = [c[1] for r in best.values() for c in r["alpha_ci"] if c]
+    few = report["method"]["few"]
+
+    def enough(j: int, found: Report) -> bool:
+        return found["alpha"][j] is not None and found["reached"][j] >= few
+
+    tops = [r["alpha_ci"][j][1] for r in best.values() for j in depths if enough(j, r)]
     chart = Chart("alpha per depth", (-0.4, report["k"] - 0.6), span(tops or [1.0], floor=0.0))
     chart.y_axis()
     chart.x_axis("depth j", [(j, str(j)) for j in depths])
     for i, (label, found) in enumerate(best.items()):
         shift = _shift(i, len(best), 0.12)
-        known = [(j, found["alpha"][j]) for j in depths if found["alpha"][j] is not None]
+        known = [(j, found["alpha"][j]) for j in depths if enough(j, found)]
         chart.line([(j + shift, a) for j, a in known], f"s{i}")
         for j, a in known:
             low, high = found["alpha_ci"][j]
@@ -74,7 +79,8 @@ def learning_curve(report: Report) -> str:
     last = max(r["tokens_learned"] for r in rows) or 1
     chart = Chart("learning curve", (0, 1.06 * last), span([*values, 1.0]))
     chart.y_axis()
-    chart.x_axis("tokens learned from", [(r["tokens_learned"], _short(r)) for r in rows])
+    marks = [r["tokens_learned"] for r in rows] if len(rows) < 8 else ticks(0, last)
+    chart.x_axis("tokens learned from", [(tokens, _short(tokens)) for tokens in marks])
     for i, label in enumerate(report["replay"]):
         shift = _shift(i, len(report["replay"]), 0.012 * last)
         points = [(r["tokens_learned"] + shift, r["replay"][label]) for r in known]
@@ -166,12 +172,11 @@ def _shift(i: int, count: int, step: float) -> float:
     return (i - (count - 1) / 2) * step
 
 
-def _short(row: Report) -> str:
+def _short(tokens: float) -> str:
     """Tokens as 24k."""
-    tokens = row["tokens_learned"]
     if tokens >= 10_000_000:
         return f"{tokens / 1e6:.0f}M"
-    return f"{tokens / 1000:.0f}k" if tokens >= 10_000 else str(tokens)
+    return f"{tokens / 1000:.0f}k" if tokens >= 10_000 else f"{tokens:.0f}"
 
 
 def _above(chart: Chart, x: float, y: float) -> tuple[float, float]:

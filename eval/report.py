@@ -51,6 +51,7 @@ def assemble(
         "method": {
             "interval": acceptance.INTERVAL,
             "resamples": acceptance.RESAMPLES,
+            "few": acceptance.FEW,
             "ngram": acceptance.NGRAM,
             "repetitive_share": acceptance.REPETITIVE,
             "z_bound": Z_BOUND,

@@ -92,6 +92,7 @@ def evaluate(
             "tokens": emitted,
             "passes": counted[0],
             "histogram": histogram(texts, k),
+            "by_prompt": [{"tokens": len(t.tokens), "passes": len(t.rounds)} for t in texts],
             "tokens_per_s": clock.tokens / clock.total if clock.total else None,
             "baseline_tokens_per_s": base.tokens / base.total if base.total else None,
             "speedup": _ratio(clock.tokens, clock.total, base.tokens, base.total),

@@ -278,7 +278,11 @@ def _decoded(
         )  # fmt: skip
         middle = sorted(prompts, key=len)[len(prompts) // 2]
         costs = speed.measure(target, drafter, range(1, k + 1), middle, held.sampler)
-        shown = _typical(target, drafter, held, k, settings)
+        row = typical(found["decode"]["by_prompt"])
+        shown = sample_text(
+            target, drafter, prompts[row], held.sampler, k, settings.max_new_tokens,
+            row=row, seed=settings.seed,
+        )  # fmt: skip
         return {"decode": found, "costs": asdict(costs), "sample_text": shown}
 
     key = {
@@ -292,19 +296,11 @@ def _decoded(
     return _once(place.parent / FOLDER / f"decode-{slug(name)}.json", key, make)[0]
 
 
-def _typical(
-    target: Target, drafter: Drafter, held: HeldOut, k: int, settings: Settings
-) -> dict[str, Any]:
-    """The text of median tokens per pass: neither the most flattering nor the worst."""
-    texts = [
-        sample_text(
-            target, drafter, text.prompt, held.sampler, k, settings.max_new_tokens,
-            row=row, seed=settings.seed,
-        )
-        for row, text in enumerate(held.texts[:9])
-    ]  # fmt: skip
-    known = sorted((t for t in texts if t["tau"] is not None), key=lambda t: t["tau"])
-    return known[len(known) // 2]
+def typical(by_prompt: Sequence[dict[str, int]]) -> int:
+    """The prompt of median tokens per pass: neither the most flattering text nor the worst."""
+    worked = [i for i, text in enumerate(by_prompt) if text["passes"]]
+    order = sorted(worked, key=lambda i: (by_prompt[i]["tokens"] - 1) / by_prompt[i]["passes"])
+    return order[len(order) // 2]
 
 
 def _once(

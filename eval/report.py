@@ -143,7 +143,10 @@ def page(report: Report, template: str) -> str:
 
 def fixed(value: float | None, digits: int = 3) -> str:
     """A figure as written, or a dash where there is none."""
-    return "–" if value is None else f"{value:.{digits}f}"
+    if value is None:
+        return "–"
+    text = f"{value:.{digits}f}"
+    return text if float(text) else text.lstrip("-")  # no -0.00
 
 
 def interval(ends: list[float] | None, digits: int = 2) -> str:

@@ -8,7 +8,8 @@ On text whose tokens are accepted independently with chance a, tau_k would be 1 
 of wrong drafts per token, mistakes in clumps cost tau: each of a clump's mistakes takes a pass of
 its own, while a scattered one may fall on the bonus token and cost nothing. And since rounds start
 more often inside clumps, alpha_0 is lower than that share says, so that the formula at the
-measured alpha_0 promises less than the true tau: the difference is named burstiness.
+measured alpha_0 promises less than the true tau: the difference is named burstiness. (A drafter
+that is weaker at depth lowers it, below 0 where that outweighs the clumps.)
 """
 
 from __future__ import annotations

@@ -180,6 +180,7 @@ def report(
         Path | None, typer.Option(help="JSON/JSONL; default: our held-out ones.")
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="At most this many, from all domains.")] = 32,
+    decode_limit: Annotated[int, typer.Option(min=1, help="How many of them to decode.")] = 16,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 128,
     k: Annotated[int | None, typer.Option(min=1, help="Longest draft; default: the run's.")] = None,
     seed: Seed = 0,
@@ -188,7 +189,7 @@ def report(
     from draftsmith.recipes.report import Settings
     from draftsmith.recipes.report import report as make
 
-    found = make(run, Settings(target, prompts, limit, max_new_tokens, k, seed))
+    found = make(run, Settings(target, prompts, limit, decode_limit, max_new_tokens, k, seed))
     for name, speed in found["speed"].items():
         print(f"{name}: {speed['verdict']}")
     print(f"written: {run / 'report'}/report.html, report.md, report.json")

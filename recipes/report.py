@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -30,7 +29,6 @@ from draftsmith.drafters.target import Target
 from draftsmith.eval import report as pages
 from draftsmith.eval import speed
 from draftsmith.eval.acceptance import replayed
-from draftsmith.eval.decoder.text import Text
 from draftsmith.eval.evaluate import count_parameters, evaluate, read_texts
 from draftsmith.eval.provenance import provenance
 from draftsmith.eval.replay import replay
@@ -38,34 +36,28 @@ from draftsmith.eval.sample_text import sample_text
 from draftsmith.eval.speed import Costs
 from draftsmith.train import checkpoint
 from draftsmith.train import recipe as recipes
+from draftsmith.train.heldout import HeldOut, also_trained_on, answered, slug, spread
 from draftsmith.train.progress import CountLine
-from draftsmith.train.prompts import Prompt, product_prompts, read_prompts
+from draftsmith.train.prompts import product_prompts, read_prompts
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.samples import generate
 
 FOLDER = "report"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the figures, besides the run. k None: the run's own; target None likewise."""
+    """What decides the figures, besides the run. k None: the run's own; target None likewise.
+
+    Decoding takes many times what replay does on the same prompts, hence fewer of them.
+    """
 
     target: str | None = None
     prompts: Path | None = None
     limit: int = 32
+    decode_limit: int = 16
     max_new_tokens: int = 128
     k: int | None = None
     seed: int = 0
-
-
-@dataclass
-class HeldOut:
-    """The target's answers to the held-out prompts at one sampler."""
-
-    sampler: Sampler
-    texts: list[Text]
-    domains: list[str]
-    content_hash: str
 
 
 def report(run: Path, settings: Settings) -> dict[str, Any]:
@@ -79,13 +71,17 @@ def report(run: Path, settings: Settings) -> dict[str, Any]:
     found = read_prompts(settings.prompts) if settings.prompts else product_prompts("heldout")
     prompts = spread(found, settings.limit)
     about = {step: base.read_config(run / f"checkpoint-{step}") for step in steps}
-    checkpoint.check_idle(run)
     (run / FOLDER).mkdir(exist_ok=True)
 
     target = _target(run / f"checkpoint-{steps[-1]}", settings.target or recipe.target)
     for step in steps:
         base.check_target(run / f"checkpoint-{step}", about[step]["target"], target)
-    sets = {n: held_out(run.parent, target, prompts, s, settings) for n, s in samplers.items()}
+    sets = {
+        name: answered(
+            run.parent / "heldout", target, prompts, sampler, settings.max_new_tokens, settings.seed
+        )
+        for name, sampler in samplers.items()
+    }
     replays = _replays(run, steps, target, sets, k, settings.seed)
     rows = [
         {"step": step, "tokens_learned": learned(run, step), "replay": replays[step]}
@@ -114,6 +110,7 @@ def report(run: Path, settings: Settings) -> dict[str, Any]:
                 "max_new_tokens": settings.max_new_tokens,
                 "source": settings.prompts.name if settings.prompts else "draftsmith's own",
                 "seed": settings.seed,
+                "also_trained_on": also_trained_on(_samples(run, recipe), prompts, target),
                 "content_hash": {name: held.content_hash for name, held in sets.items()},
             },
             "k": k,
@@ -153,6 +150,11 @@ def learned(run: Path, step: int) -> int:
     return max((m["tokens"] for m in checkpoint.read_metrics(run) if _at(m) <= step), default=0)
 
 
+def _samples(run: Path, recipe: Recipe) -> Path:
+    """Where the answers lie, or lay, that the run learned from."""
+    return Path(recipe.samples) if recipe.samples else run / "samples"
+
+
 def _at(line: dict[str, Any]) -> float:
     """The step of a line that counts tokens; never, for other lines."""
     return line["step"] if "tokens" in line else float("inf")
@@ -175,42 +177,6 @@ def _target(place: Path, spec: str) -> Target:
         raise UserError(
             f"{place}: its target cannot be loaded ({error}), or name --target"
         ) from None
-
-
-def spread(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
-    """At most `limit` prompts, in turn from each domain: files list one domain after another."""
-    queues: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        queues.setdefault(prompt.domain, []).append(prompt)
-    longest = max(map(len, queues.values()))
-    turns = [q[i] for i in range(longest) for q in queues.values() if i < len(q)]
-    return turns[:limit]
-
-
-# ---------------------------------------------------------------- the held-out set
-
-
-def held_out(
-    runs: Path, target: Target, prompts: list[Prompt], sampler: Sampler, settings: Settings
-) -> HeldOut:
-    """The target's own answers, made once for all runs of this folder."""
-    content = json.dumps(
-        [[p.key for p in prompts], target.identity()["revision"], asdict(sampler)]
-        + [settings.max_new_tokens, settings.seed]
-    )
-    name = slug(f"{Path(target.source.spec).name} {pages.label(sampler)}")
-    folder = runs / "heldout" / f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
-    samples = generate(
-        target, prompts, sampler, settings.max_new_tokens, folder, seed=settings.seed
-    )
-    texts, domains = [], []
-    for sample in (samples[i] for i in range(len(samples))):
-        start = sample.made.index(True)
-        texts.append(Text(sample.ids[:start], sample.ids[start:], sample.finish))
-        domains.append(sample.domain)
-    if all(len(text.tokens) < 2 for text in texts):
-        raise UserError(f"{folder}: the target ends every answer at once; give other --prompts")
-    return HeldOut(sampler, texts, domains, samples.manifest["content_hash"])
 
 
 # ---------------------------------------------------------------- replay, decode
@@ -263,7 +229,7 @@ def _decoded(
     settings: Settings,
 ) -> dict[str, Any]:
     """evaluate's report, costs and one text of the best checkpoint, at one sampler."""
-    prompts = [text.prompt for text in held.texts]
+    prompts = [text.prompt for text in held.texts[: settings.decode_limit]]
 
     def make() -> dict[str, Any]:
         line = CountLine(f"decode {name}", 2 * len(prompts))
@@ -290,6 +256,7 @@ def _decoded(
         "heldout": held.content_hash,
         "revision": target.identity()["revision"],
         "device": str(target.device),
+        "prompts": len(prompts),
         "k": k,
         "seed": settings.seed,
     }
@@ -319,11 +286,6 @@ def _once(
         os.replace(scratch, file)
         stored = json.loads(file.read_text())  # the same types, made or read
     return stored["made"], made
-
-
-def slug(name: str) -> str:
-    """A name as part of a file's name."""
-    return re.sub(r"[^A-Za-z0-9.=]+", "-", name)
 
 
 def _hash(file: Path) -> str:

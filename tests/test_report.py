@@ -38,8 +38,9 @@ from draftsmith.recipes import cli
 from draftsmith.recipes import report as recipe_report
 from draftsmith.recipes.report import Settings
 from draftsmith.train import __main__ as train
-from draftsmith.train.prompts import asked
-from draftsmith.train.samples import Samples
+from draftsmith.train.heldout import also_trained_on, spread
+from draftsmith.train.prompts import Prompt, asked, encode, read_prompts
+from draftsmith.train.samples import Samples, import_answers
 from training import World
 
 K = 3
@@ -442,9 +443,26 @@ def test_a_stopped_report_goes_on(
 
 def test_prompts_are_taken_from_all_domains() -> None:
     prompts = [asked(f"{name} {i}", name) for name in ("a", "b", "c") for i in range(4)]
-    names = [p.domain for p in recipe_report.spread(prompts, 7)]
+    names = [p.domain for p in spread(prompts, 7)]
     assert names == ["a", "b", "c", "a", "b", "c", "a"]
-    assert len(recipe_report.spread(prompts, 99)) == 12
+    assert len(spread(prompts, 99)) == 12
+
+
+def test_prompts_that_were_trained_on(run: Path, report: dict[str, Any], tmp_path: Path) -> None:
+    """Told, whether the samples know their prompts by text or by ids; unknown without samples."""
+    assert report["heldout"]["also_trained_on"] == 12  # this file's own: all of them
+    page = (run / "report" / "report.html").read_text(encoding="utf-8")
+    assert "12 of the 12 prompts are among those the run learned from" in page
+    root = run.parents[1]
+    target, known = Target.load(str(root / "target")), read_prompts(root / "asked.jsonl")
+    by_ids = [Prompt(None, tuple(ids), "x") for ids in encode(known[:3], target)]
+    row = {"prompt_ids": list(by_ids[0].ids or ()), "response_ids": [5, 6], "finish_reason": "stop"}
+    (tmp_path / "answers.jsonl").write_text(json.dumps(row) + "\n")
+    place = tmp_path / "imported"
+    import_answers(tmp_path / "answers.jsonl", target, Sampler(), place, foreign=True)
+    assert also_trained_on(place, known[:3], target) == 1
+    assert also_trained_on(place, [asked("w30 w31", "x")], target) == 0
+    assert also_trained_on(tmp_path / "gone", known, target) is None
 
 
 # ---------------------------------------------------------------- bad input

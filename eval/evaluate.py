@@ -105,6 +105,7 @@ def evaluate(
             "texts_equal_to_baseline": same if deterministic else None,
         },
         "parity": parity.report(),
+        "break_even_tau": sum(per_round) / base_step if base_step else None,
         "predicted_speedup": by_k[k].tau * base_step / sum(per_round) if clock.rounds else None,
         "device": str(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),

@@ -136,6 +136,9 @@ def test_the_best_is_trainings_own(run: Path, report: dict[str, Any]) -> None:
 def test_decode_belongs_to_replay(report: dict[str, Any]) -> None:
     for label, found in report["decode"].items():
         assert found["parity"]["holds"], (label, found["parity"])
+        gain = report["replay"][label]["tau"] / found["break_even_tau"]
+        if label == "T=0":  # one text, decoded or replayed
+            assert found["predicted_speedup"] == pytest.approx(gain)
         passes = report["histogram"][label]["passes"]
         assert sum(passes) == found["decode"]["passes"]
         accepted = [sum(passes[j + 1 :]) for j in range(K)]

@@ -9,8 +9,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from draftsmith.drafters.base import Drafter, Policy
+from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch, batch_of
+from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval.decoder.loop import Clock, Decoder

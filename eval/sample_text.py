@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-from draftsmith.drafters.base import Drafter, Policy, Proposal
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.grow import Proposal
+from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval.decoder.loop import Decoder

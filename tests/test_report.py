@@ -27,6 +27,7 @@ import tiny
 import training
 from draftsmith.drafters import base
 from draftsmith.drafters.batch import batch_of
+from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval import acceptance, plots, speed
@@ -365,7 +366,7 @@ def test_the_sample_text_is_the_decoders() -> None:
     for row, prompt in enumerate(tiny.prompts(6, 3, 12)):
         for sampler in (Sampler(0.0), Sampler(1.0)):
             shown = sample_text(target, drafter, prompt, sampler, K, 30, row=row)
-            decoder = Decoder(target, drafter, base.Policy(K))
+            decoder = Decoder(target, drafter, Policy(K))
             (text,) = decoder.generate([prompt], sampler, 30, rows=[row])
             kept = [p for p in shown["pieces"] if p["by"] != "rejected"]
             assert "".join(p["text"] for p in kept) == target.tokenizer.decode(text.tokens)

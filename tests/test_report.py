@@ -63,7 +63,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(run: Path) -> Settings:
-    return Settings(prompts=run.parents[1] / "asked.jsonl", limit=12, max_new_tokens=20)
+    return Settings(
+        prompts=run.parents[1] / "asked.jsonl", limit=12, decode_limit=6, max_new_tokens=20
+    )
 
 
 @pytest.fixture(scope="module")
@@ -137,9 +139,9 @@ def test_the_best_is_trainings_own(run: Path, report: dict[str, Any]) -> None:
 def test_decode_belongs_to_replay(report: dict[str, Any]) -> None:
     for label, found in report["decode"].items():
         assert found["parity"]["holds"], (label, found["parity"])
-        gain = report["replay"][label]["tau"] / found["break_even_tau"]
-        if label == "T=0":  # one text, decoded or replayed
-            assert found["predicted_speedup"] == pytest.approx(gain)
+        assert found["prompts"] == 6
+        gain = found["replay"]["tau"] / found["break_even_tau"]
+        assert found["predicted_speedup"] == pytest.approx(gain)
         passes = report["histogram"][label]["passes"]
         assert sum(passes) == found["decode"]["passes"]
         accepted = [sum(passes[j + 1 :]) for j in range(K)]

@@ -14,6 +14,7 @@ from draftsmith.drafters.batch import Batch, batch_of
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
+from draftsmith.eval.acceptance import by_domain, parts_of, repetitive
 from draftsmith.eval.decoder.loop import Clock, Decoder
 from draftsmith.eval.decoder.text import Text
 from draftsmith.eval.parity import compare, counts
@@ -33,10 +34,12 @@ def evaluate(
     *,
     seed: int = 0,
     stop: Sequence[str] = (),
+    domains: Sequence[str] = (),
     progress: Progress = lambda what, done, tokens: None,
 ) -> dict[str, Any]:
     """The report (report.json's content) of a drafter on prompts given as token ids.
 
+    domains: the prompts' categories, one each, for `by_domain`; none: it is left out.
     progress(what, prompts done, new tokens) is called as decoding goes on.
     """
 
@@ -64,6 +67,8 @@ def evaluate(
     by_k = replay(drafter, batches, k, seed)
     parity = compare(texts, by_k[k].tables, k, deterministic)
 
+    parts = parts_of(by_k[k].tables, k)
+    answers = [text.tokens for text in texts]
     clock, base = speculative.clock, baseline.clock
     counted = counts(texts, k)
     reached = [
@@ -87,6 +92,8 @@ def evaluate(
             "alpha": by_k[k].alpha,
             "tau_by_k": {str(j): _known(r.tau) for j, r in by_k.items()},
         },
+        "by_domain": by_domain(parts, domains, k, seed) if domains else None,
+        "repetitive": repetitive(parts, answers, k, seed),
         "decode": {
             "tau": tau,
             "alpha": [a / r if r else None for a, r in zip(counted[1:], reached, strict=True)],

@@ -160,7 +160,8 @@ def evaluate(
     with _DecodeProgress(len(ids)) as progress:
         report = run(
             loaded, drafter, ids, sampler, k, max_new_tokens,
-            seed=seed, stop=stop or (), progress=progress.update,
+            seed=seed, stop=stop or (), domains=[p.domain for p in asked],
+            progress=progress.update,
         )  # fmt: skip
     report["settings"] = settings
     _print(report, Console())
@@ -281,6 +282,7 @@ def _print(report: dict[str, Any], console: Console) -> None:
             number(parity["z_per_depth"][j], 2),
         )
     console.print(table)
+    _print_domains(report, console)
     by_k = "  ".join(f"{k}: {number(tau)}" for k, tau in replay["tau_by_k"].items())
     console.print(f"tau by k (replay)  {by_k}")
     console.print(
@@ -299,6 +301,29 @@ def _print(report: dict[str, Any], console: Console) -> None:
     for split in parity["ties"] + parity["splits"]:
         console.print(f"  prompt {split['prompt']}: split at anchor {split['anchor']}, depth "
                       f"{split['depth']}, top-2 gap {split['gap']:.2g}")  # fmt: skip
+
+
+def _print_domains(report: dict[str, Any], console: Console) -> None:
+    """tau and alpha_0 by category of the prompts, texts that repeat themselves apart."""
+    rows = dict(report["by_domain"])
+    if report["repetitive"]["apart"]["texts"]:
+        rows["(repetitive texts)"] = report["repetitive"]["apart"]
+        rows["(all others)"] = report["repetitive"]["others"]
+    if len(rows) < 2:
+        return
+    table = Table()
+    for name in ("replay by domain", "texts", "tau", "alpha_0"):
+        table.add_column(name, justify="left" if name == "replay by domain" else "right")
+    for name, row in rows.items():
+        tau, alpha = row["tau"], row["alpha"][0]
+        ends = "" if tau is None else f" [{row['tau_ci'][0]:.3f}, {row['tau_ci'][1]:.3f}]"
+        table.add_row(
+            name,
+            str(row["texts"]),
+            "-" if tau is None else f"{tau:.3f}{ends}",
+            "-" if alpha is None else f"{alpha:.3f}",
+        )
+    console.print(table)
 
 
 def main() -> None:

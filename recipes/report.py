@@ -147,17 +147,13 @@ def read_run(run: Path) -> tuple[Recipe, list[int]]:
 
 def learned(run: Path, step: int) -> int:
     """Target-made tokens that the run had learned from at a step, by its log."""
-    return max((m["tokens"] for m in checkpoint.read_metrics(run) if _at(m) <= step), default=0)
+    lines = checkpoint.read_metrics(run)
+    return max((m["tokens"] for m in lines if "tokens" in m and m["step"] <= step), default=0)
 
 
 def _samples(run: Path, recipe: Recipe) -> Path:
     """Where the answers lie, or lay, that the run learned from."""
     return Path(recipe.samples) if recipe.samples else run / "samples"
-
-
-def _at(line: dict[str, Any]) -> float:
-    """The step of a line that counts tokens; never, for other lines."""
-    return line["step"] if "tokens" in line else float("inf")
 
 
 def best_step(run: Path, rows: Sequence[dict[str, Any]], served: str) -> tuple[int, str]:
@@ -264,10 +260,13 @@ def _decoded(
 
 
 def typical(by_prompt: Sequence[dict[str, int]]) -> int:
-    """The prompt of median tokens per pass: neither the most flattering text nor the worst."""
+    """The prompt of median tokens per pass: neither the most flattering text nor the worst.
+
+    The first where none took a verify pass.
+    """
     worked = [i for i, text in enumerate(by_prompt) if text["passes"]]
     order = sorted(worked, key=lambda i: (by_prompt[i]["tokens"] - 1) / by_prompt[i]["passes"])
-    return order[len(order) // 2]
+    return order[len(order) // 2] if order else 0
 
 
 def _once(
@@ -289,5 +288,10 @@ def _once(
 
 
 def _hash(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(
+            f"{file}: cannot be read ({error.strerror}); copy the checkpoint again"
+        ) from None

@@ -33,6 +33,7 @@ from draftsmith.drafters.target import Target
 from draftsmith.eval import acceptance, plots, speed
 from draftsmith.eval import report as pages
 from draftsmith.eval.decoder.loop import Decoder
+from draftsmith.eval.evaluate import evaluate
 from draftsmith.eval.replay import Table, moments, summarise, tables
 from draftsmith.eval.sample_text import sample_text
 from draftsmith.recipes import cli
@@ -198,6 +199,20 @@ def test_intervals_over_texts_or_tokens_show(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(acceptance, "ratio_interval", narrow)
     with pytest.raises(AssertionError):
         check_intervals()
+
+
+def test_evaluate_tells_domains_apart(run: Path, report: dict[str, Any]) -> None:
+    """The decoder's own texts by category; none asked for, none told."""
+    target = Target.load(str(run.parents[1] / "target"))
+    drafter = base.load(run / "best", target)
+    names = ["b", "a", "b", "b"]
+    found = evaluate(target, drafter, tiny.prompts(4), Sampler(0.0), K, 12, domains=names)
+    told = found["by_domain"]
+    assert [(name, row["texts"]) for name, row in told.items()] == [("a", 1), ("b", 3)]
+    pairs = found["decode"]["by_prompt"]
+    assert told["a"]["tau"] == pytest.approx((pairs[1]["tokens"] - 1) / pairs[1]["passes"])
+    assert found["repetitive"]["others"]["texts"] + found["repetitive"]["apart"]["texts"] == 4
+    assert all(d["by_domain"] is None for d in report["decode"].values())
 
 
 # ---------------------------------------------------------------- repetitive texts
@@ -384,6 +399,7 @@ def test_the_typical_text_is_the_median() -> None:
     pairs = [(9, 2), (9, 8), (1, 0), (9, 4), (9, 1), (9, 7)]  # 4, 1, none, 2, 8, 8/7 a pass
     made = [{"tokens": tokens, "passes": passes} for tokens, passes in pairs]
     assert recipe_report.typical(made) == 3
+    assert recipe_report.typical([{"tokens": 1, "passes": 0}]) == 0
 
 
 # ---------------------------------------------------------------- made once
@@ -527,6 +543,8 @@ def test_another_target(refuse: Refuse, run: Path, tmp_path: Path) -> None:
 
 def test_a_damaged_checkpoint(refuse: Refuse, run: Path, tmp_path: Path) -> None:
     here = copy(run, tmp_path)
+    (here / "checkpoint-4" / "model.safetensors").unlink()
+    assert "checkpoint-4/model.safetensors: cannot be read" in refuse(here)
     (here / "checkpoint-4" / "config.json").unlink()
     assert "checkpoint-4" in refuse(here)
 

@@ -71,6 +71,7 @@ def report(run: Path, settings: Settings) -> dict[str, Any]:
     found = read_prompts(settings.prompts) if settings.prompts else product_prompts("heldout")
     prompts = spread(found, settings.limit)
     about = {step: base.read_config(run / f"checkpoint-{step}") for step in steps}
+    weights = {step: _hash(run / f"checkpoint-{step}" / "model.safetensors") for step in steps}
     (run / FOLDER).mkdir(exist_ok=True)
 
     target = _target(run / f"checkpoint-{steps[-1]}", settings.target or recipe.target)
@@ -82,7 +83,7 @@ def report(run: Path, settings: Settings) -> dict[str, Any]:
         )
         for name, sampler in samplers.items()
     }
-    replays = _replays(run, steps, target, sets, k, settings.seed)
+    replays = _replays(run, weights, target, sets, k, settings.seed)
     rows = [
         {"step": step, "tokens_learned": learned(run, step), "replay": replays[step]}
         for step in steps
@@ -180,7 +181,7 @@ def _target(place: Path, spec: str) -> Target:
 
 def _replays(
     run: Path,
-    steps: Sequence[int],
+    weights: dict[int, str],
     target: Target,
     sets: dict[str, HeldOut],
     k: int,
@@ -200,11 +201,11 @@ def _replays(
         return found
 
     out = {}
-    line = CountLine("replay", len(steps))
-    for step in steps:
+    line = CountLine("replay", len(weights))
+    for step, digest in weights.items():
         place = run / f"checkpoint-{step}"
         key = {
-            "weights": _hash(place / "model.safetensors"),
+            "weights": digest,
             "heldout": {name: held.content_hash for name, held in sets.items()},
             "revision": target.identity()["revision"],
             "k": k,

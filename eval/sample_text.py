@@ -42,8 +42,9 @@ def sample_text(
 ) -> dict[str, Any]:
     """Decodes one prompt (row keys its noise) and says who wrote what.
 
-    pieces: {text, by} in order, by "drafter" (drafted and accepted), "rejected" (drafted, refused,
-    not part of the text) or "target" (its correction or bonus; the first token is prefill's).
+    pieces: {text, by} in order, by "drafter" (drafted and accepted), "rejected" (the draft that was
+    refused, no part of the text; `drafts` has those after it too) or "target" (its correction or
+    bonus; the first token is prefill's).
     """
     watched = _Watched(drafter)
     decoder = Decoder(target, cast(Drafter, watched), Policy(k))
@@ -62,11 +63,18 @@ def sample_text(
     pieces: list[dict[str, str]] = []
     written: list[int] = []
     shown = ""
+
+    def after(ids: list[int]) -> str:
+        """What tokens add to the text shown; half a character waits for its other half."""
+        return target.tokenizer.decode(written + ids).rstrip("\ufffd")[len(shown) :]
+
     for by, ids in spans:
-        whole = target.tokenizer.decode(written + ids).rstrip("\ufffd")  # half a character waits
-        piece = whole[len(shown) :]
-        if by != "rejected":
-            written, shown = written + ids, whole
+        if by == "rejected":
+            first, drafts = (after(ids[:n]) for n in (1, len(ids)))
+            pieces += [{"text": first, "drafts": drafts, "by": by}] if first else []
+            continue
+        piece = after(ids)
+        written, shown = written + ids, shown + piece
         if piece and pieces and pieces[-1]["by"] == by:
             pieces[-1]["text"] += piece
         elif piece:

@@ -9,10 +9,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from draftsmith.drafters.base import Drafter, Policy
+from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch, batch_of
+from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
+from draftsmith.eval.acceptance import by_domain, parts_of, repetitive
 from draftsmith.eval.decoder.loop import Clock, Decoder
 from draftsmith.eval.decoder.text import Text
 from draftsmith.eval.parity import compare, counts
@@ -32,10 +34,12 @@ def evaluate(
     *,
     seed: int = 0,
     stop: Sequence[str] = (),
+    domains: Sequence[str] = (),
     progress: Progress = lambda what, done, tokens: None,
 ) -> dict[str, Any]:
     """The report (report.json's content) of a drafter on prompts given as token ids.
 
+    domains: the prompts' categories, one each, for `by_domain`; none: it is left out.
     progress(what, prompts done, new tokens) is called as decoding goes on.
     """
 
@@ -63,6 +67,8 @@ def evaluate(
     by_k = replay(drafter, batches, k, seed)
     parity = compare(texts, by_k[k].tables, k, deterministic)
 
+    parts = parts_of(by_k[k].tables, k)
+    answers = [text.tokens for text in texts]
     clock, base = speculative.clock, baseline.clock
     counted = counts(texts, k)
     reached = [
@@ -86,11 +92,15 @@ def evaluate(
             "alpha": by_k[k].alpha,
             "tau_by_k": {str(j): _known(r.tau) for j, r in by_k.items()},
         },
+        "by_domain": by_domain(parts, domains, k, seed) if domains else None,
+        "repetitive": repetitive(parts, answers, k, seed),
         "decode": {
             "tau": tau,
             "alpha": [a / r if r else None for a, r in zip(counted[1:], reached, strict=True)],
             "tokens": emitted,
             "passes": counted[0],
+            "histogram": histogram(texts, k),
+            "by_prompt": [{"tokens": len(t.tokens), "passes": len(t.rounds)} for t in texts],
             "tokens_per_s": clock.tokens / clock.total if clock.total else None,
             "baseline_tokens_per_s": base.tokens / base.total if base.total else None,
             "speedup": _ratio(clock.tokens, clock.total, base.tokens, base.total),
@@ -103,6 +113,7 @@ def evaluate(
             "texts_equal_to_baseline": same if deterministic else None,
         },
         "parity": parity.report(),
+        "break_even_tau": sum(per_round) / base_step if base_step else None,
         "predicted_speedup": by_k[k].tau * base_step / sum(per_round) if clock.rounds else None,
         "device": str(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -124,6 +135,12 @@ def read_texts(
         batch = batch_of(pairs, sampler).to(target.device)
         out.append(target.read(batch, drafter.taps))
     return out
+
+
+def histogram(texts: Sequence[Text], k: int) -> list[int]:
+    """(k + 1,): verify passes that accepted 0, 1, .. k drafts."""
+    accepted = [r.accepted for text in texts for r in text.rounds]
+    return [accepted.count(m) for m in range(k + 1)]
 
 
 def count_parameters(drafter: Drafter) -> int:

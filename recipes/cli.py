@@ -1,4 +1,4 @@
-"""The front door: draftsmith sample | train | eval.
+"""The front door: draftsmith sample | train | eval | report.
 
 A user's mistake is one line on stderr and exit code 2, before any compute is spent.
 """
@@ -192,7 +192,8 @@ def evaluate(
     with _DecodeProgress(len(ids)) as progress:
         report = run(
             loaded, drafter, ids, sampler, k, max_new_tokens,
-            seed=seed, stop=stop or (), progress=progress.update,
+            seed=seed, stop=stop or (), domains=[p.domain for p in asked],
+            progress=progress.update,
         )  # fmt: skip
     report["settings"] = settings
     _print(report, Console())
@@ -200,6 +201,32 @@ def evaluate(
         (output / "report.json").write_text(json.dumps(report, indent=1) + "\n")
         print(f"written: {output / 'report.json'}")
     if not report["parity"]["holds"]:
+        print("error: decoder and replay disagree; this is a bug in draftsmith", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example: draftsmith report runs/smol-eagle3 --limit 32 --max-new-tokens 128")
+def report(
+    run: Annotated[Path, typer.Argument(help="A run's folder, as `draftsmith train` made it.")],
+    target: Annotated[str | None, typer.Option(help="Default: the run's own.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON/JSONL; default: our held-out ones.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most this many, from all domains.")] = 32,
+    decode_limit: Annotated[int, typer.Option(min=1, help="How many of them to decode.")] = 16,
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 128,
+    k: Annotated[int | None, typer.Option(min=1, help="Longest draft; default: the run's.")] = None,
+    seed: Seed = 0,
+) -> None:
+    """Replays every checkpoint of a run, decodes the best one, writes RUN/report."""
+    from draftsmith.recipes.report import Settings
+    from draftsmith.recipes.report import report as make
+
+    found = make(run, Settings(target, prompts, limit, decode_limit, max_new_tokens, k, seed))
+    for name, speed in found["speed"].items():
+        print(f"{name}: {speed['verdict']}")
+    print(f"written: {run / 'report'}/report.html, report.md, report.json")
+    if not all(decoded["parity"]["holds"] for decoded in found["decode"].values()):
         print("error: decoder and replay disagree; this is a bug in draftsmith", file=sys.stderr)
         raise typer.Exit(1)
 
@@ -287,6 +314,7 @@ def _print(report: dict[str, Any], console: Console) -> None:
             number(parity["z_per_depth"][j], 2),
         )
     console.print(table)
+    _print_domains(report, console)
     by_k = "  ".join(f"{k}: {number(tau)}" for k, tau in replay["tau_by_k"].items())
     console.print(f"tau by k (replay)  {by_k}")
     console.print(
@@ -305,6 +333,29 @@ def _print(report: dict[str, Any], console: Console) -> None:
     for split in parity["ties"] + parity["splits"]:
         console.print(f"  prompt {split['prompt']}: split at anchor {split['anchor']}, depth "
                       f"{split['depth']}, top-2 gap {split['gap']:.2g}")  # fmt: skip
+
+
+def _print_domains(report: dict[str, Any], console: Console) -> None:
+    """tau and alpha_0 by category of the prompts, texts that repeat themselves apart."""
+    rows = dict(report["by_domain"])
+    if report["repetitive"]["apart"]["texts"]:
+        rows["(repetitive texts)"] = report["repetitive"]["apart"]
+        rows["(all others)"] = report["repetitive"]["others"]
+    if len(rows) < 2:
+        return
+    table = Table()
+    for name in ("replay by domain", "texts", "tau", "alpha_0"):
+        table.add_column(name, justify="left" if name == "replay by domain" else "right")
+    for name, row in rows.items():
+        tau, alpha = row["tau"], row["alpha"][0]
+        ends = "" if tau is None else f" [{row['tau_ci'][0]:.3f}, {row['tau_ci'][1]:.3f}]"
+        table.add_row(
+            name,
+            str(row["texts"]),
+            "-" if tau is None else f"{tau:.3f}{ends}",
+            "-" if alpha is None else f"{alpha:.3f}",
+        )
+    console.print(table)
 
 
 def main() -> None:

@@ -62,6 +62,20 @@ def claimed(recipe: Recipe) -> Iterator[None]:
         lock.release()
 
 
+def check_idle(folder: Path) -> None:
+    """Raises UserError while a process trains in a run's folder, or where it cannot be written."""
+    try:
+        with FileLock(folder / ".lock").acquire(timeout=0):
+            pass
+    except Timeout:
+        raise UserError(
+            f"{folder}: a process is still training there; wait for it, or stop it (training goes "
+            "on from its last checkpoint)"
+        ) from None
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror}); copy the run") from None
+
+
 def _claim(recipe: Recipe) -> None:
     folder = recipe.folder
     path = folder / "recipe.yaml"

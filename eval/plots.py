@@ -1,0 +1,189 @@
+"""The report's six charts, each drawn from report.json alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from draftsmith.eval.charts import Chart, span, ticks
+
+Report = dict[str, Any]
+
+
+def plots(report: Report) -> dict[str, str]:
+    """SVG by name."""
+    return {
+        "alpha": alpha_per_depth(report),
+        "tau": tau_by_k(report),
+        "learning": learning_curve(report),
+        "speedup": speedup_by_k(report),
+        "round": round_time(report),
+        "histogram": accepted_lengths(report),
+    }
+
+
+def alpha_per_depth(report: Report) -> str:
+    """alpha_j with intervals, a series for each sampler."""
+    best = report["replay"]
+    depths = range(report["k"])
+    few = report["method"]["few"]
+
+    def enough(j: int, found: Report) -> bool:
+        return found["alpha"][j] is not None and found["reached"][j] >= few
+
+    tops = [r["alpha_ci"][j][1] for r in best.values() for j in depths if enough(j, r)]
+    chart = Chart("alpha per depth", (-0.4, report["k"] - 0.6), span(tops or [1.0], floor=0.0))
+    chart.y_axis()
+    chart.x_axis("depth j", [(j, str(j)) for j in depths])
+    for i, (label, found) in enumerate(best.items()):
+        shift = _shift(i, len(best), 0.12)
+        known = [(j, found["alpha"][j]) for j in depths if enough(j, found)]
+        chart.line([(j + shift, a) for j, a in known], f"s{i}")
+        for j, a in known:
+            low, high = found["alpha_ci"][j]
+            chart.whisker(j + shift, low, high, f"s{i}")
+            told = f"{label}, depth {j}: {a:.3f} [{low:.3f}, {high:.3f}]"
+            chart.dot(j + shift, a, f"s{i}", told)
+    return chart.svg()
+
+
+def tau_by_k(report: Report) -> str:
+    """Replay's tau with its band, the independent formula dashed, decode as a ring."""
+    rows = report["by_k"]
+    values = [v for r in rows.values() for f in r.values() for v in [*f["tau_ci"], f["tau_iid"]]]
+    values += [d["decode"]["tau"] for d in report["decode"].values() if d["decode"]["tau"]]
+    ks = range(1, report["k"] + 1)
+    chart = Chart("tau against k", (0.7, report["k"] + 0.3), span([*values, 1.0]))
+    chart.y_axis()
+    chart.x_axis("draft length k", [(k, str(k)) for k in ks])
+    for i, (label, found) in enumerate(rows.items()):
+        at = [(k, found[str(k)]) for k in ks]
+        chart.band(
+            [(k, f["tau_ci"][0]) for k, f in at], [(k, f["tau_ci"][1]) for k, f in at], f"s{i}"
+        )
+        chart.line([(k, f["tau_iid"]) for k, f in at], f"s{i} dashed")
+        chart.line([(k, f["tau"]) for k, f in at], f"s{i}")
+        for k, f in at:
+            chart.dot(k, f["tau"], f"s{i}", f"{label}, k = {k}: replay tau {f['tau']:.3f}")
+        decoded = report["decode"][label]
+        if decoded["decode"]["tau"]:
+            told = f"{label}, k = {decoded['k']}: decode tau {decoded['decode']['tau']:.3f}"
+            chart.dot(decoded["k"], decoded["decode"]["tau"], f"s{i} ring", told, 6.5)
+    return chart.svg()
+
+
+def learning_curve(report: Report) -> str:
+    """tau of every checkpoint against the tokens it has learned from; the best one marked."""
+    rows = report["by_checkpoint"]
+    known = [r for r in rows if all(f["tau"] is not None for f in r["replay"].values())]
+    values = [v for r in known for f in r["replay"].values() for v in f["tau_ci"]]
+    last = max(r["tokens_learned"] for r in rows) or 1
+    chart = Chart("learning curve", (0, 1.06 * last), span([*values, 1.0]))
+    chart.y_axis()
+    marks = [r["tokens_learned"] for r in rows] if len(rows) < 8 else ticks(0, last)
+    chart.x_axis("tokens learned from", [(tokens, _short(tokens)) for tokens in marks])
+    for i, label in enumerate(report["replay"]):
+        shift = _shift(i, len(report["replay"]), 0.012 * last)
+        points = [(r["tokens_learned"] + shift, r["replay"][label]) for r in known]
+        chart.line([(x, f["tau"]) for x, f in points], f"s{i}")
+        for (x, f), row in zip(points, known, strict=True):
+            low, high = f["tau_ci"]
+            chart.whisker(x, low, high, f"s{i}")
+            told = f"checkpoint-{row['step']}, {label}: {f['tau']:.3f} [{low:.3f}, {high:.3f}]"
+            chart.dot(x, f["tau"], f"s{i}", told)
+            if row["best"]:
+                chart.dot(x, f["tau"], f"s{i} ring", told, 7)
+    best = next((r for r in known if r["best"]), None)
+    if best:
+        top = max(f["tau_ci"][1] for f in best["replay"].values())
+        chart.label(best["tokens_learned"], top, "best", "middle strong", 7)
+    return chart.svg()
+
+
+def speedup_by_k(report: Report) -> str:
+    """Predicted speedup by k, the decoder's own as rings, and the line where drafting pays."""
+    rows = report["by_k"]
+    values = [f["predicted_speedup"] for r in rows.values() for f in r.values()]
+    values += [d["decode"]["speedup"] for d in report["decode"].values() if d["decode"]["speedup"]]
+    ks = range(1, report["k"] + 1)
+    chart = Chart("speedup against k", (0.7, report["k"] + 0.3), span([*values, 1.0]))
+    chart.y_axis()
+    chart.x_axis("draft length k", [(k, str(k)) for k in ks])
+    chart.line([(chart.x[0], 1.0), (chart.x[1], 1.0)], "even")
+    chart.text(*_above(chart, chart.x[0], 1.0), "break-even", "note")
+    for i, (label, found) in enumerate(rows.items()):
+        points = [(k, found[str(k)]["predicted_speedup"]) for k in ks]
+        chart.line(points, f"s{i}")
+        for k, value in points:
+            chart.dot(k, value, f"s{i}", f"{label}, k = {k}: {value:.2f}x predicted")
+        decoded = report["decode"][label]
+        if decoded["decode"]["speedup"]:
+            value = decoded["decode"]["speedup"]
+            told = f"{label}, k = {decoded['k']}: {value:.2f}x measured"
+            chart.dot(decoded["k"], value, f"s{i} ring", told, 6.5)
+    return chart.svg()
+
+
+def round_time(report: Report) -> str:
+    """What a round is made of at each k, beside a step without drafting."""
+    costs = report["speed"][report["served"]]["costs_ms"]
+    rows = [("step", [("verify", costs["step"])], costs["step"])]
+    for k, whole in costs["round"].items():
+        width = str(int(k) + 1)
+        parts = [("draft", costs["draft"][k]), ("verify", costs["verify"][width])]
+        rows.append((f"k = {k}", [*parts, ("host", costs["host"])], whole))
+    longest = max(whole for *_, whole in rows)
+    height = 34 * len(rows) + 58
+    chart = Chart("a round's time", (0, 1.16 * longest), (len(rows), 0), height, 52)
+    for i, (name, parts, whole) in enumerate(rows):
+        x, y = chart.at(0, i + 0.5)
+        chart.text(x - 8, y + 4, name, "tick end")
+        start = 0.0
+        for part, value in parts:
+            told = f"{name}: {part} {value:.1f} ms"
+            chart.bar(start, start + value, i + 0.82, i + 0.18, part if i else "plain", told)
+            start += value
+        chart.text(*_right(chart, start, i + 0.5), f"{whole:.1f} ms", "value")
+    return chart.svg()
+
+
+def accepted_lengths(report: Report) -> str:
+    """Share of verify passes that accepted 0, 1, .. k drafts, by sampler."""
+    rows = report["histogram"]
+    shares = [f["share"] for f in rows.values()]
+    chart = Chart(
+        "accepted drafts per pass",
+        (-0.5, report["k"] + 0.5),
+        span([s for share in shares for s in share], floor=0.0),
+    )
+    chart.y_axis()
+    chart.x_axis("drafts accepted in a pass", [(m, str(m)) for m in range(report["k"] + 1)])
+    each = 0.76 / len(rows)
+    for i, (label, found) in enumerate(rows.items()):
+        for m, share in enumerate(found["share"]):
+            x = m - 0.38 + i * each
+            told = f"{label}: {found['passes'][m]} passes accepted {m}"
+            chart.bar(x, x + each * 0.94, 0.0, share, f"fill s{i}", told)
+            chart.label(x + each * 0.47, share, f"{share:.2f}", "middle value", 5)
+    return chart.svg()
+
+
+def _shift(i: int, count: int, step: float) -> float:
+    """Moves series i of `count` sideways, so that whiskers do not hide one another."""
+    return (i - (count - 1) / 2) * step
+
+
+def _short(tokens: float) -> str:
+    """Tokens as 24k."""
+    if tokens >= 10_000_000:
+        return f"{tokens / 1e6:.0f}M"
+    return f"{tokens / 1000:.0f}k" if tokens >= 10_000 else f"{tokens:.0f}"
+
+
+def _above(chart: Chart, x: float, y: float) -> tuple[float, float]:
+    px, py = chart.at(x, y)
+    return px + 2, py - 5
+
+
+def _right(chart: Chart, x: float, y: float) -> tuple[float, float]:
+    px, py = chart.at(x, y)
+    return px + 6, py + 4

@@ -1,0 +1,154 @@
+"""A run's report: report.json from its parts, and the same figures as report.md and report.html.
+
+The pages hold no figure of their own: all they write comes from report.json (a test walks them).
+The html needs no network and no script.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from draftsmith.drafters.sampling import Sampler
+from draftsmith.eval import acceptance, plots, speed
+from draftsmith.eval.parity import TIE, Z_BOUND
+from draftsmith.eval.speed import Costs, Drafting
+
+Report = dict[str, Any]
+
+
+def label(sampler: Sampler) -> str:
+    """How a report names a sampler: T=1, top-k 20."""
+    cuts = [f"T={sampler.temperature:g}"]
+    cuts += [f"top-k {sampler.top_k}"] if sampler.top_k else []
+    cuts += [f"top-p {sampler.top_p:g}"] if sampler.top_p < 1 else []
+    return ", ".join(cuts)
+
+
+def assemble(
+    about: Report,
+    checkpoints: list[Report],
+    decode: Mapping[str, Report],
+    costs: Mapping[str, Costs],
+    sample_text: Report,
+) -> Report:
+    """report.json of a run.
+
+    about: what is passed on as it is: run, target, drafter {family, parameters}, heldout, k, served
+    (the label of the run's sampler), best (a step), provenance. checkpoints: {step, tokens_learned,
+    replay: {label: acceptance.replayed(..)}}, ascending. decode: evaluate's report by label, and
+    costs, both of the best checkpoint.
+    """
+    rows = [row | {"best": row["step"] == about["best"]} for row in checkpoints]
+    best = next(row for row in rows if row["best"])
+    found = best["replay"]
+    return about | {
+        "method": {
+            "interval": acceptance.INTERVAL,
+            "resamples": acceptance.RESAMPLES,
+            "few": acceptance.FEW,
+            "ngram": acceptance.NGRAM,
+            "repetitive_share": acceptance.REPETITIVE,
+            "z_bound": Z_BOUND,
+            "tie_gap": TIE,
+        },
+        "replay": found,
+        "by_checkpoint": rows,
+        "by_domain": {name: r["by_domain"] for name, r in found.items()},
+        "by_k": {name: _by_k(r, costs[name]) for name, r in found.items()},
+        "repetitive": {name: r["repetitive"] for name, r in found.items()},
+        "decode": dict(decode),
+        "speed": {
+            name: _speed(costs[name], r, about["drafter"]["parameters"], best["tokens_learned"])
+            for name, r in found.items()
+        },
+        "histogram": {name: _histogram(d["decode"]["histogram"]) for name, d in decode.items()},
+        "sample_text": sample_text,
+    }
+
+
+def _by_k(found: Report, costs: Costs) -> Report:
+    """Per draft length: true tau, the independent formula's, what either is worth."""
+    out = {}
+    for k in costs.ks:
+        tau, alpha = found["tau_by_k"][str(k)], found["alpha_0_by_k"][str(k)]
+        out[str(k)] = {
+            "tau": tau,
+            "tau_ci": found["tau_ci_by_k"][str(k)],
+            "tau_iid": speed.independent_tau(alpha, k),
+            "burstiness": speed.burstiness(alpha, tau, k),
+            "predicted_speedup": speed.speedup(costs, tau, k),
+            "break_even_tau": speed.break_even(costs, k),
+        }
+    return out
+
+
+def _speed(costs: Costs, found: Report, parameters: int, learned: int) -> Report:
+    tau = {int(k): value for k, value in found["tau_by_k"].items()}
+    interval = {int(k): (low, high) for k, (low, high) in found["tau_ci_by_k"].items()}
+    drafting = Drafting(tau, interval, found["alpha"][0], parameters, learned)
+    best = speed.best_k(costs, tau)
+    return {
+        "costs_ms": {
+            "step": 1e3 * costs.step,
+            "draft": {str(k): 1e3 * costs.draft[k] for k in costs.ks},
+            "verify": {str(w): 1e3 * seconds for w, seconds in sorted(costs.verify.items())},
+            "host": 1e3 * costs.host,
+            "round": {str(k): 1e3 * costs.round(k) for k in costs.ks},
+        },
+        "best_k": best,
+        "predicted_speedup": speed.speedup(costs, tau[best], best),
+        "break_even_tau": speed.break_even(costs, best),
+        "verdict": speed.verdict(costs, drafting),
+    }
+
+
+def _histogram(passes: list[int]) -> Report:
+    return {"passes": passes, "share": [n / max(sum(passes), 1) for n in passes]}
+
+
+# ---------------------------------------------------------------- pages
+
+
+def write(report: Report, folder: Path) -> list[Path]:
+    """report.json, report.md and report.html in an existing folder."""
+    pages = {
+        "report.json": json.dumps(report, indent=1, allow_nan=False) + "\n",
+        "report.md": page(report, "report.md.j2"),
+        "report.html": page(report, "report.html.j2"),
+    }
+    for name, text in pages.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in pages]
+
+
+def page(report: Report, template: str) -> str:
+    """report.json as a page."""
+    env = Environment(
+        loader=PackageLoader("draftsmith.eval", "."),
+        autoescape=template.endswith(".html.j2"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    env.filters |= {"fixed": fixed, "interval": interval}
+    charts = {name: Markup(svg) for name, svg in plots.plots(report).items()}
+    return env.get_template(template).render(report, plots=charts)
+
+
+def fixed(value: float | None, digits: int = 3) -> str:
+    """A figure as written, or a dash where there is none."""
+    if value is None:
+        return "–"
+    text = f"{value:.{digits}f}"
+    return text if float(text) else text.lstrip("-")  # no -0.00
+
+
+def interval(ends: list[float] | None, digits: int = 2) -> str:
+    """[low, high], or nothing."""
+    return "" if ends is None else f"[{ends[0]:.{digits}f}, {ends[1]:.{digits}f}]"

@@ -1,0 +1,298 @@
+"""draftsmith report RUN: every checkpoint replayed, the best one decoded, all of it as one page.
+
+runs/heldout/TARGET-T..-HASH/   the target's answers to the held-out prompts, one folder for
+                                each sampler, shared by the runs that lie beside it
+RUN/report/checkpoint-N.json    replay of one checkpoint; made once
+RUN/report/decode-T...json      decoding and costs of the best one; made once
+RUN/report/report.{json,md,html}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.drafters import base
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.sampling import Sampler
+from draftsmith.drafters.target import Target
+from draftsmith.eval import report as pages
+from draftsmith.eval import speed
+from draftsmith.eval.acceptance import replayed
+from draftsmith.eval.evaluate import count_parameters, evaluate, read_texts
+from draftsmith.eval.provenance import provenance
+from draftsmith.eval.replay import replay
+from draftsmith.eval.sample_text import sample_text
+from draftsmith.eval.speed import Costs
+from draftsmith.train import checkpoint
+from draftsmith.train import recipe as recipes
+from draftsmith.train.heldout import HeldOut, also_trained_on, answered, slug, spread
+from draftsmith.train.progress import CountLine
+from draftsmith.train.prompts import product_prompts, read_prompts
+from draftsmith.train.recipe import Recipe
+
+FOLDER = "report"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the figures, besides the run. k None: the run's own; target None likewise.
+
+    Decoding takes many times what replay does on the same prompts, hence fewer of them.
+    """
+
+    target: str | None = None
+    prompts: Path | None = None
+    limit: int = 32
+    decode_limit: int = 16
+    max_new_tokens: int = 128
+    k: int | None = None
+    seed: int = 0
+
+
+def report(run: Path, settings: Settings) -> dict[str, Any]:
+    """Makes RUN/report and returns report.json's content.
+
+    Raises UserError: no run there, one that is still being trained, or its target is gone.
+    """
+    recipe, steps = read_run(run)
+    k = settings.k or recipe.k
+    samplers = {pages.label(s): s for s in (Sampler(0.0), Sampler(1.0), recipe.sampler)}
+    found = read_prompts(settings.prompts) if settings.prompts else product_prompts("heldout")
+    prompts = spread(found, settings.limit)
+    about = {step: base.read_config(run / f"checkpoint-{step}") for step in steps}
+    weights = {step: _hash(run / f"checkpoint-{step}" / "model.safetensors") for step in steps}
+    (run / FOLDER).mkdir(exist_ok=True)
+
+    target = _target(run / f"checkpoint-{steps[-1]}", settings.target or recipe.target)
+    for step in steps:
+        base.check_target(run / f"checkpoint-{step}", about[step]["target"], target)
+    sets = {
+        name: answered(
+            run.parent / "heldout", target, prompts, sampler, settings.max_new_tokens, settings.seed
+        )
+        for name, sampler in samplers.items()
+    }
+    replays = _replays(run, weights, target, sets, k, settings.seed)
+    rows = [
+        {"step": step, "tokens_learned": learned(run, step), "replay": replays[step]}
+        for step in steps
+    ]
+    served = pages.label(recipe.sampler)
+    best, chosen_by = best_step(run, rows, served)
+    place = run / f"checkpoint-{best}"
+    drafter = base.load(place, target)
+    decoded = {
+        name: _decoded(place, name, target, drafter, held, k, settings)
+        for name, held in sets.items()
+    }
+    out = pages.assemble(
+        {
+            "run": {
+                "name": recipe.name,
+                "steps": recipe.steps,
+                "step": steps[-1],
+                "recipe": recipe.flat(),
+            },
+            "target": target.identity(),
+            "drafter": {"family": drafter.family, "parameters": count_parameters(drafter)},
+            "heldout": {
+                "prompts": len(prompts),
+                "max_new_tokens": settings.max_new_tokens,
+                "source": settings.prompts.name if settings.prompts else "draftsmith's own",
+                "seed": settings.seed,
+                "also_trained_on": also_trained_on(_samples(run, recipe), prompts, target),
+                "content_hash": {name: held.content_hash for name, held in sets.items()},
+            },
+            "k": k,
+            "served": served,
+            "best": best,
+            "best_chosen_by": chosen_by,
+            "device": str(target.device),
+            **provenance(),
+        },
+        rows,
+        {name: found["decode"] for name, found in decoded.items()},
+        {name: Costs.from_json(found["costs"]) for name, found in decoded.items()},
+        decoded[served]["sample_text"],
+    )
+    pages.write(out, run / FOLDER)
+    return out
+
+
+# ---------------------------------------------------------------- the run
+
+
+def read_run(run: Path) -> tuple[Recipe, list[int]]:
+    """A run's recipe and the steps of its checkpoints. Raises UserError where it is none."""
+    path = run / "recipe.yaml"
+    if not path.is_file():
+        raise UserError(f"{run}: no run there (recipe.yaml is missing); give a folder of runs/")
+    recipe = recipes.load(path)
+    checkpoint.check_idle(run)
+    steps = checkpoint.steps(run)
+    if not steps:
+        raise UserError(f"{run}: has no checkpoint yet; train it first, or lower save_every")
+    return recipe, steps
+
+
+def learned(run: Path, step: int) -> int:
+    """Target-made tokens that the run had learned from at a step, by its log."""
+    lines = checkpoint.read_metrics(run)
+    return max((m["tokens"] for m in lines if "tokens" in m and m["step"] <= step), default=0)
+
+
+def _samples(run: Path, recipe: Recipe) -> Path:
+    """Where the answers lie, or lay, that the run learned from."""
+    return Path(recipe.samples) if recipe.samples else run / "samples"
+
+
+def best_step(run: Path, rows: Sequence[dict[str, Any]], served: str) -> tuple[int, str]:
+    """The step that `best` points at, else that of the highest tau here; and who chose it."""
+    link = run / "best"
+    name = os.readlink(link) if link.is_symlink() else ""
+    for row in rows:
+        if name == f"checkpoint-{row['step']}":
+            return row["step"], "training"
+    return max(rows, key=lambda r: (r["replay"][served]["tau"], -r["step"]))["step"], "this report"
+
+
+def _target(place: Path, spec: str) -> Target:
+    try:
+        return Target.load(spec, dtype=torch.float32)  # parity is defined in fp32
+    except UserError as error:
+        raise UserError(
+            f"{place}: its target cannot be loaded ({error}), or name --target"
+        ) from None
+
+
+# ---------------------------------------------------------------- replay, decode
+
+
+def _replays(
+    run: Path,
+    weights: dict[int, str],
+    target: Target,
+    sets: dict[str, HeldOut],
+    k: int,
+    seed: int,
+) -> dict[int, dict[str, Any]]:
+    """acceptance.replayed by label, of every step; the target reads the texts once for all."""
+    read: dict[str, list[Batch]] = {}
+
+    def make(place: Path) -> dict[str, Any]:
+        drafter, found = base.load(place, target), {}
+        for name, held in sets.items():
+            if name not in read:
+                read[name] = read_texts(target, drafter, held.texts, held.sampler)
+            answers = [text.tokens for text in held.texts]
+            by_k = replay(drafter, read[name], k, seed)
+            found[name] = replayed(by_k, held.domains, answers, seed)
+        return found
+
+    out = {}
+    line = CountLine("replay", len(weights))
+    for step, digest in weights.items():
+        place = run / f"checkpoint-{step}"
+        key = {
+            "weights": digest,
+            "heldout": {name: held.content_hash for name, held in sets.items()},
+            "revision": target.identity()["revision"],
+            "k": k,
+            "seed": seed,
+        }
+        out[step], made = _once(run / FOLDER / f"{place.name}.json", key, partial(make, place))
+        line.count(made)
+    return out
+
+
+def _decoded(
+    place: Path,
+    name: str,
+    target: Target,
+    drafter: Drafter,
+    held: HeldOut,
+    k: int,
+    settings: Settings,
+) -> dict[str, Any]:
+    """evaluate's report, costs and one text of the best checkpoint, at one sampler."""
+    prompts = [text.prompt for text in held.texts[: settings.decode_limit]]
+
+    def make() -> dict[str, Any]:
+        line = CountLine(f"decode {name}", 2 * len(prompts))
+
+        def progress(what: str, done: int, new: int) -> None:
+            if not new:  # a prompt is done
+                line.count()
+
+        found = evaluate(
+            target, drafter, prompts, held.sampler, k, settings.max_new_tokens,
+            seed=settings.seed, progress=progress,
+        )  # fmt: skip
+        middle = sorted(prompts, key=len)[len(prompts) // 2]
+        costs = speed.measure(target, drafter, range(1, k + 1), middle, held.sampler)
+        row = typical(found["decode"]["by_prompt"])
+        shown = sample_text(
+            target, drafter, prompts[row], held.sampler, k, settings.max_new_tokens,
+            row=row, seed=settings.seed,
+        )  # fmt: skip
+        return {"decode": found, "costs": asdict(costs), "sample_text": shown}
+
+    key = {
+        "weights": _hash(place / "model.safetensors"),
+        "heldout": held.content_hash,
+        "revision": target.identity()["revision"],
+        "device": str(target.device),
+        "prompts": len(prompts),
+        "k": k,
+        "seed": settings.seed,
+    }
+    return _once(place.parent / FOLDER / f"decode-{slug(name)}.json", key, make)[0]
+
+
+def typical(by_prompt: Sequence[dict[str, int]]) -> int:
+    """The prompt of median tokens per pass: neither the most flattering text nor the worst.
+
+    The first where none took a verify pass.
+    """
+    worked = [i for i, text in enumerate(by_prompt) if text["passes"]]
+    order = sorted(worked, key=lambda i: (by_prompt[i]["tokens"] - 1) / by_prompt[i]["passes"])
+    return order[len(order) // 2] if order else 0
+
+
+def _once(
+    file: Path, key: dict[str, Any], make: Callable[[], dict[str, Any]]
+) -> tuple[dict[str, Any], bool]:
+    """What `file` holds if it was made with this key, else `make()`, stored; and which it was."""
+    try:
+        stored = json.loads(file.read_text()) if file.is_file() else {}
+    except ValueError:  # cut short
+        stored = {}
+    made = stored.get("key") != key
+    if made:
+        stored = {"key": key, "made": make()}
+        scratch = file.with_suffix(".tmp")
+        scratch.write_text(json.dumps(stored, indent=1, allow_nan=False) + "\n")
+        os.replace(scratch, file)
+        stored = json.loads(file.read_text())  # the same types, made or read
+    return stored["made"], made
+
+
+def _hash(file: Path) -> str:
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(
+            f"{file}: cannot be read ({error.strerror}); copy the checkpoint again"
+        ) from None

@@ -1,0 +1,213 @@
+"""The speed model against hand-worked cases, and the clock that feeds it.
+
+.venv/bin/pytest tests/test_speed.py
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tiny
+from draftsmith.drafters.base import family
+from draftsmith.drafters.ngram import Ngram
+from draftsmith.drafters.sampling import Sampler
+from draftsmith.drafters.target import Target
+from draftsmith.eval import speed
+from draftsmith.eval.acceptance import acceptance, parts_of
+from draftsmith.eval.replay import Table
+from draftsmith.eval.speed import Costs, Drafting, burstiness, independent_tau
+
+KS = range(1, 11)
+TAUS = {k: independent_tau(0.8, k) for k in KS}
+
+
+def costs(draft: float, ks: range = KS, wide: float = 1.0, step: float = 1.0) -> Costs:
+    """A drafter of cost `draft` steps a token; a verify pass of `wide` steps at any width."""
+    return Costs(
+        step, {k: draft * k * step for k in ks}, {1: step} | {k + 1: wide * step for k in ks}, 0.0
+    )
+
+
+def test_worked_case() -> None:
+    """alpha 0.8, k 4, c 0.05: tau = (1 - 0.8^5) / 0.2 = 3.3616, a round costs 1.2 steps: 2.80x."""
+    assert independent_tau(0.8, 4) == pytest.approx(3.3616)
+    assert independent_tau(0.8, 4) == pytest.approx((1 - 0.8**5) / (1 - 0.8))
+    assert independent_tau(1.0, 4) == 5.0  # where the closed form divides by 0
+    assert speed.speedup(costs(0.05), TAUS[4], 4) == pytest.approx(2.8013, abs=1e-4)
+    assert speed.break_even(costs(0.05), 4) == pytest.approx(1.2)
+    whole = Costs(2.0, {1: 0.5}, {2: 2.5}, 1.0)  # a round of 4 s is worth 2 steps
+    assert speed.break_even(whole, 1) == 2.0 and speed.speedup(whole, 1.5, 1) == 0.75
+
+
+def check_best_k() -> None:
+    """By hand: 1 + 0.05 k against TAUS is best at 8 (4.329 / 1.4), 1 + 0.3 k at 3 (2.952 / 1.9)."""
+    assert speed.best_k(costs(0.05), TAUS) == 8
+    assert speed.best_k(costs(0.3), TAUS) == 3
+    assert speed.best_k(costs(2.0), TAUS) == 1
+    steep = costs(0.05)
+    steep = Costs(1.0, steep.draft, {w: 1.0 if w < 4 else 3.0 for w in steep.verify}, 0.0)
+    assert speed.best_k(steep, TAUS) == 2  # a pass over four tokens costs three
+
+
+def test_dear_drafts_move_the_best_k_down() -> None:
+    check_best_k()
+    assert speed.best_k(costs(0.05, range(1, 4)), TAUS) == 3  # only where costs are known
+
+
+def by_tau(costs: Costs, tau_by_k: Mapping[int, float]) -> int:
+    return max(costs.ks, key=lambda k: tau_by_k[k])
+
+
+def without_drafting(costs: Costs, tau: float, k: int) -> float:
+    return tau * costs.step / costs.verify[k + 1]
+
+
+@pytest.mark.parametrize(("name", "fault"), [("best_k", by_tau), ("speedup", without_drafting)])
+def test_planted_faults_move_the_best_k(
+    name: str, fault: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speed, name, fault)
+    with pytest.raises(AssertionError):
+        check_best_k()
+
+
+# ---------------------------------------------------------------- bursty text
+
+
+def text_of(right: np.ndarray, k: int, prompt: int = 0) -> Table:
+    """A greedy drafter's table: right[i] says whether token i + 1 is guessed, from any anchor."""
+    L = len(right) + 1
+    ratio, limit = np.zeros((L, k)), np.zeros(L, dtype=np.int64)
+    for i in range(L):
+        limit[i] = min(k, L - 1 - i)
+        ratio[i, : limit[i]] = right[i : i + limit[i]]
+    return Table(ratio, limit, np.full((L, k), np.inf), prompt)
+
+
+def walked(right: np.ndarray, k: int) -> int:
+    """Passes of a decoder: it takes right drafts, at most k, then one token of the target's."""
+    at = passes = 0
+    while at < len(right):
+        taken = 0
+        while taken < k and at + taken < len(right) and right[at + taken]:
+            taken += 1
+        at += taken + 1
+        passes += 1
+    return passes
+
+
+def test_clumps_cost_tokens_per_pass() -> None:
+    """20 of 100 drafts wrong, k 4. In one clump: 20 passes there, 80 / 5 elsewhere: 100 / 36."""
+    n, k = 100, 4
+    clumped = np.arange(n) >= 20
+    draws = [np.random.default_rng(s).permutation(clumped) for s in range(60)]
+    assert walked(clumped, k) == 36
+    clump = acceptance(parts_of([text_of(clumped, k)], k), k)
+    tables = [text_of(right, k, i) for i, right in enumerate(draws)]
+    scattered = acceptance(parts_of(tables, k), k)
+    assert clump["tau"] == pytest.approx(100 / 36)
+    assert scattered["tau"] == pytest.approx(60 * n / sum(walked(r, k) for r in draws))
+    # Scattered mistakes are what the formula assumes; clumps at the same rate cost tau.
+    assert scattered["tau"] == pytest.approx(independent_tau(0.8, k), rel=0.02)
+    assert clump["tau"] < 0.85 * scattered["tau"]
+    # Rounds start more often inside the clump: alpha_0 is 16 / 36, and the formula there too low.
+    assert clump["alpha"][0] == pytest.approx(16 / 36)
+    assert burstiness(clump["alpha"][0], clump["tau"], k) == pytest.approx(2.778 - 1.769, abs=1e-2)
+    # (a text's end cuts its last round, which costs scattered text a little)
+    assert abs(burstiness(scattered["alpha"][0], scattered["tau"], k)) < 0.12
+
+
+# ---------------------------------------------------------------- the clock
+
+
+def measured(target: Target) -> Costs:
+    drafter = family("ngram").create(target, Ngram.Config())
+    return speed.measure(target, drafter, [1, 3], tiny.prompts(1)[0], Sampler(1.0), 6, 2)
+
+
+def test_costs_fall_to_their_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter that sleeps 20 ms a token costs drafting, a slow target both step and verify."""
+    target = tiny.target("Llama")
+    propose, head = Ngram.propose, Target.head
+
+    def slow(self: Ngram, state: Any, root: Any, policy: Any, *rest: Any) -> Any:
+        time.sleep(0.02 * policy.k)
+        return propose(self, state, root, policy, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ngram, "propose", slow)
+        found = measured(target)
+    assert found.ks == [1, 3]
+    assert 0.02 <= found.draft[1] < 0.05 and 0.06 <= found.draft[3] < 0.09
+    assert max(found.step, found.host, *found.verify.values()) < 0.02
+
+    def slow_head(self: Target, final: Any) -> Any:
+        time.sleep(0.03)
+        return head(self, final)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Target, "head", slow_head)
+        found = measured(target)
+    assert found.step >= 0.03 and min(found.verify.values()) >= 0.03
+    assert max(found.draft.values()) < 0.03
+    assert speed.break_even(found, 1) == pytest.approx(found.round(1) / found.step)
+
+
+def test_costs_survive_json() -> None:
+    import json
+    from dataclasses import asdict
+
+    assert Costs.from_json(json.loads(json.dumps(asdict(costs(0.3))))) == costs(0.3)
+
+
+# ---------------------------------------------------------------- in words
+
+
+def drafting(tau: Mapping[int, float], alpha: float = 0.8, **more: Any) -> Drafting:
+    near = {k: (t - 0.01, t + 0.01) for k, t in tau.items()}
+    settings = {"tau_ci_by_k": near, "parameters": 10, "tokens_learned": 10**6} | more
+    return Drafting(tau_by_k=tau, alpha_0=alpha, **settings)
+
+
+LOW = {k: independent_tau(0.2, k) for k in KS}
+CAUSES = {
+    "drafter too slow": (costs(1.2), drafting(TAUS)),
+    "verification not flat": (costs(0.1, wide=4.7), drafting(TAUS)),
+    "alpha too low": (costs(0.3, wide=1.05), drafting(LOW, 0.2)),
+    "too little data": (costs(0.3), drafting(LOW, 0.2, tokens_learned=9)),
+    "too little held-out text": (
+        costs(0.3),
+        drafting(LOW, 0.2, tau_ci_by_k={k: (1.0, 3.0) for k in KS}),
+    ),
+    "always right": (costs(1.2), drafting(TAUS)),
+}
+
+
+@pytest.mark.parametrize("cause", list(CAUSES))
+def test_the_verdict_names_the_cause(cause: str) -> None:
+    where, what = CAUSES[cause]
+    text = speed.verdict(where, what)
+    assert text.startswith("Speculation does not pay here:") and cause in text.lower()
+
+
+def test_the_verdict_names_nothing_else() -> None:
+    text = speed.verdict(*CAUSES["alpha too low"])
+    assert "0.98x" not in text and "not flat" not in text and "data" not in text
+    assert "alpha_0 is 0.20 and tau 1.20 at k = 1, where it takes 1.35" in text
+    text = speed.verdict(*CAUSES["verification not flat"])
+    assert "too slow" not in text and "4.70 of a step" in text
+
+
+def test_the_verdict_where_it_pays() -> None:
+    text = speed.verdict(costs(0.05), drafting(TAUS))
+    assert text == (
+        "Speculation pays: 3.09x predicted at k = 8, tau 4.33 against a break-even of 1.40."
+    )
+    wide = {k: (1.0, 5.0) for k in KS}
+    unsure = speed.verdict(costs(0.05), drafting(TAUS, tau_ci_by_k=wide))
+    assert unsure.startswith(text) and "too little held-out text" in unsure

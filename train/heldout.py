@@ -1,0 +1,83 @@
+"""Held-out sets: the target's own answers to prompts that no drafter learned from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.sampling import Sampler
+from draftsmith.drafters.target import Target
+from draftsmith.eval.decoder.text import Text
+from draftsmith.eval.report import label
+from draftsmith.train import storage
+from draftsmith.train.prompts import Prompt, encode
+from draftsmith.train.samples import generate
+
+
+@dataclass
+class HeldOut:
+    """The target's answers to held-out prompts at one sampler; domains[i] is that of texts[i]."""
+
+    sampler: Sampler
+    texts: list[Text]
+    domains: list[str]
+    content_hash: str
+
+
+def spread(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
+    """At most `limit` prompts, in turn from each domain: files list one domain after another."""
+    queues: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        queues.setdefault(prompt.domain, []).append(prompt)
+    longest = max(map(len, queues.values()))
+    turns = [q[i] for i in range(longest) for q in queues.values() if i < len(q)]
+    return turns[:limit]
+
+
+def answered(
+    folder: Path,
+    target: Target,
+    prompts: list[Prompt],
+    sampler: Sampler,
+    max_new_tokens: int,
+    seed: int,
+) -> HeldOut:
+    """The answers, a samples folder within `folder` that is made once and goes on if stopped.
+
+    Raises UserError where no answer is long enough to take a verify pass.
+    """
+    content = json.dumps(
+        [[p.key for p in prompts], target.identity()["revision"], asdict(sampler)]
+        + [max_new_tokens, seed]
+    )
+    name = slug(f"{Path(target.source.spec).name} {label(sampler)}")
+    place = folder / f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
+    samples = generate(target, prompts, sampler, max_new_tokens, place, seed=seed)
+    texts, domains = [], []
+    for sample in (samples[i] for i in range(len(samples))):
+        start = sample.made.index(True)
+        texts.append(Text(sample.ids[:start], sample.ids[start:], sample.finish))
+        domains.append(sample.domain)
+    if all(len(text.tokens) < 2 for text in texts):
+        raise UserError(f"{place}: the target ends every answer at once; give other --prompts")
+    return HeldOut(sampler, texts, domains, samples.manifest["content_hash"])
+
+
+def also_trained_on(samples: Path, prompts: Sequence[Prompt], target: Target) -> int | None:
+    """How many of the prompts stand in a samples folder too; None where the folder is gone."""
+    if not (samples / storage.ROWS).is_dir():
+        return None
+    seen = set(storage.load(samples / storage.ROWS)["key"])
+    # Imported answers know their prompts by token ids.
+    by_ids = [Prompt(None, tuple(ids), "").key for ids in encode(prompts, target)]
+    return sum(p.key in seen or key in seen for p, key in zip(prompts, by_ids, strict=True))
+
+
+def slug(name: str) -> str:
+    """A name as part of a file's name."""
+    return re.sub(r"[^A-Za-z0-9.=]+", "-", name)

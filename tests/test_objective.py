@@ -25,9 +25,10 @@ from draftsmith.drafters import batch as batch_module
 from draftsmith.drafters.base import Drafter, family
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.train.objective import Objective, Sums, backward, denominator
+from draftsmith.train.objective import Objective, backward, denominator
 from draftsmith.train.packing import collate
 from draftsmith.train.reader import Sample, Samples
+from draftsmith.train.weights import DepthWeights, Sums
 
 K = 3
 V = tiny.VOCAB
@@ -214,7 +215,7 @@ def expected(name: str, objective: Objective, cut: Cut, depths: int = K) -> tupl
         q = torch.zeros_like(p).index_copy(1, t.ids, law(t.q, cut))
         overlap = torch.minimum(p, q).sum(1)
         value = 1 - overlap if objective.loss == "tv" else -overlap.clamp(min=1e-6).log()
-    weight = torch.tensor([objective.decay**j for j in t.depth], dtype=torch.float64)
+    weight = torch.tensor([objective.weights.decay**j for j in t.depth], dtype=torch.float64)
     numerator = (weight * value).sum()
     found = torch.autograd.grad(
         numerator / weight.sum(), list(t.leaves.values()), retain_graph=True, allow_unused=True
@@ -233,7 +234,7 @@ PLAIN, CUT, GREEDY = (1.0, 0, 1.0), (0.7, 12, 0.95), (0.0, 0, 1.0)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_loss_and_every_gradient(name: str, loss: str, cut: Cut) -> None:
     """A wrong offset, mask, weight, vocabulary or chain rule in the chunked pass."""
-    objective = Objective(loss, 0.8 if loss == "kl" else 0.5)
+    objective = Objective(loss, DepthWeights(decay=0.8 if loss == "kl" else 0.5))
     sums, ours = run(name, packed(sampler=Sampler(*cut)), objective)
     value, theirs = expected(name, objective, cut)
     assert sums.loss == pytest.approx(value, rel=1e-4, abs=1e-5)
@@ -244,9 +245,9 @@ def test_loss_and_every_gradient(name: str, loss: str, cut: Cut) -> None:
 
 def test_the_comparison_notices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted faults: equal depth weights, another loss, a missing last depth."""
-    objective = Objective("kl", 0.8)
+    objective = Objective("kl")
     value, theirs = expected("eagle", objective, PLAIN)
-    for fault in (Objective("kl", 1.0), Objective("tv", 0.8)):
+    for fault in (Objective("kl", DepthWeights("constant")), Objective("tv")):
         sums, ours = run("eagle", packed(), fault)
         assert distance(ours, theirs) > 0.05 and abs(sums.loss / value - 1) > 0.05
     sums, ours = run("eagle", packed(), objective, depths=K - 1)

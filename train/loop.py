@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -22,6 +23,7 @@ from accelerate.utils import set_seed
 from torch import Tensor
 from transformers import get_cosine_schedule_with_warmup
 
+from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter, family
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.errors import UserError
@@ -30,11 +32,12 @@ from draftsmith.eval.provenance import provenance
 from draftsmith.eval.replay import replay
 from draftsmith.train import checkpoint
 from draftsmith.train.checkpoint import Metrics, read_metrics
-from draftsmith.train.objective import Objective, Sums, backward, denominator
+from draftsmith.train.objective import Objective, backward, denominator
 from draftsmith.train.packing import Cursor, Stream, collate
 from draftsmith.train.progress import ProgressLine
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples import Samples
+from draftsmith.train.weights import Running, Sums
 
 STOPPED = 143  # 128 + SIGTERM
 
@@ -53,10 +56,15 @@ class Trainer:
         set_seed(recipe.seed)  # every generator whose state a checkpoint holds
         counts = samples.token_counts(self.learn)
         cls = family(recipe.drafter)
-        self.drafter: Drafter = cls.create(target, recipe.drafter_config(), counts)
+        self.drafter = _fresh(recipe, target, counts)
         self.drafter.to(accelerator.device)
         self.coverage = self.drafter.vocab.coverage(counts.to(accelerator.device))
-        self.objective = Objective(recipe.loss, recipe.decay)
+        for threshold in recipe.switch_alpha:
+            if threshold >= self.coverage:
+                raise UserError(
+                    f"switch_alpha: {threshold} can never be met: the draft vocabulary covers "
+                    f"{self.coverage:.1%} of the answers; lower it, or raise draft_vocab"
+                )
         # A row that serves every depth already stands at depth 0.
         self.depths = 1 if cls.rows_shared else recipe.depths
         self.trained = [p for p in self.drafter.parameters() if p.requires_grad]
@@ -73,9 +81,14 @@ class Trainer:
         self.began = time.perf_counter()
         self.metrics: Metrics | None = None  # both on the main process only
         self.line: ProgressLine | None = None
-        self.coefficients: dict[str, Tensor] = {}  # running ones that a loss may keep
+        self.running = Running.start(self.depths)  # what losses and the curriculum go by
         self.window = Sums.zero(self.depths)  # since the last line of the log
         self.stopping = False
+
+    @property
+    def objective(self) -> Objective:
+        """The one that the curriculum has come to."""
+        return self.recipe.objectives[self.running.stage]
 
     def run(self) -> int:
         """Trains to the last step, or to SIGTERM; saves on either."""
@@ -181,6 +194,13 @@ class Trainer:
         self.schedule.step()
         self.step += 1
         self.tokens += int(learned)
+        self.running.update(sums)
+        if self.running.advance(recipe.switch_alpha):
+            self._say(
+                f"step {self.step}: alpha_0 {float(self.running.mean_alpha[0]):.3f} has passed "
+                f"{recipe.switch_alpha[self.running.stage - 1]}: {self.objective.loss} from here on"
+            )
+            self._write(kind="switch", loss=self.objective.loss)
         return sums, norm
 
     def _micro(self, batch: Batch, total: float) -> Sums:
@@ -188,7 +208,13 @@ class Trainer:
         with self.accelerator.autocast():
             self.target.read(batch, self.drafter.taps)
             return backward(
-                self.drafter, batch, self.depths, self.objective, total, self.recipe.chunk
+                self.drafter,
+                batch,
+                self.depths,
+                self.objective,
+                total,
+                self.recipe.chunk,
+                self.running,
             )
 
     def _evaluate(self) -> None:
@@ -227,8 +253,7 @@ class Trainer:
 
     def _log(self, norm: float, speed: float) -> None:
         window, self.window = self.window, Sums.zero(self.depths)
-        weights = self.objective.weights(torch.ones(self.depths)) * window.cells
-        loss = window.loss / max(weights.sum().item(), 1.0)
+        loss = window.loss / (window.total or 1.0)
         alpha = (window.alpha / window.cells.clamp(min=1)).tolist()
         lr = self.schedule.get_last_lr()[0]
         self._write(kind="train", loss=loss, alpha=alpha, lr=lr, grad_norm=norm, tokens_per_s=speed)
@@ -243,7 +268,8 @@ class Trainer:
         if self.recipe.tracker != "none":
             kind = values["kind"]
             flat = {f"{kind}/{n}": v for n, v in values.items() if isinstance(v, (int, float))}
-            flat |= {f"{kind}/alpha_{j}": a for j, a in enumerate(values["alpha"]) if a is not None}
+            alpha = values.get("alpha", [])
+            flat |= {f"{kind}/alpha_{j}": a for j, a in enumerate(alpha) if a is not None}
             self.accelerator.log(flat, step=self.step)
 
     def _save(self) -> None:
@@ -256,7 +282,7 @@ class Trainer:
             "schedule": self.schedule.state_dict(),
             "tokens": self.tokens,
             "seconds": self._seconds(),
-            "coefficients": self.coefficients,
+            "running": asdict(self.running),
             "window": asdict(self.window),
         }
         checkpoint.save(self.recipe.folder, self.step, self.drafter, state)
@@ -281,7 +307,7 @@ class Trainer:
         taus = [m["tau"] for m in self._replays() if m["step"] <= self.step]
         self.tau = taus[-1] if taus else self.tau
         self.began -= state["seconds"]
-        self.coefficients = state["coefficients"]
+        self.running = Running(**state["running"])
         self.window = Sums(**state["window"])
         self._say(f"resuming {folder} at step {self.step}")
         return True
@@ -329,3 +355,25 @@ class Trainer:
             return self.stopping
         flag = torch.tensor([float(self.stopping)], device=self.accelerator.device)
         return bool(self.accelerator.reduce(flag, reduction="sum").item())
+
+
+def _fresh(recipe: Recipe, target: Target, counts: Tensor) -> Drafter:
+    """The drafter that a run begins with: new, or the one stored in `start`."""
+    config = recipe.drafter_config()
+    if recipe.start is None:
+        return family(recipe.drafter).create(target, config, counts)
+    folder = Path(recipe.start)
+    drafter = base.load(folder, target)
+    if drafter.family != recipe.drafter:
+        raise UserError(
+            f"start: {folder} holds a drafter of family {drafter.family}, the recipe asks for "
+            f"{recipe.drafter}; give one of that family"
+        )
+    stored = drafter.config.model_dump()
+    for key in sorted(config.model_fields_set):
+        if getattr(config, key) != stored[key]:
+            raise UserError(
+                f"start: {folder} was made with {key}: {stored[key]}, the recipe has "
+                f"{getattr(config, key)}; take that key out of the recipe"
+            )
+    return drafter.train()

@@ -32,7 +32,7 @@ from draftsmith.eval.provenance import provenance
 from draftsmith.eval.replay import replay
 from draftsmith.train import checkpoint
 from draftsmith.train.checkpoint import Metrics, read_metrics
-from draftsmith.train.objective import Objective, backward, denominator
+from draftsmith.train.objective import LOSSES, Objective, backward, denominator
 from draftsmith.train.packing import Cursor, Stream, collate
 from draftsmith.train.progress import ProgressLine
 from draftsmith.train.recipe import Recipe
@@ -65,8 +65,9 @@ class Trainer:
                     f"switch_alpha: {threshold} can never be met: the draft vocabulary covers "
                     f"{self.coverage:.1%} of the answers; lower it, or raise draft_vocab"
                 )
-        # A row that serves every depth already stands at depth 0.
-        self.depths = 1 if cls.rows_shared else recipe.depths
+        # A row that serves every depth already stands at depth 0, unless depths are multiplied.
+        chained = any(LOSSES[loss].chained for loss in recipe.losses)
+        self.depths = 1 if cls.rows_shared and not chained else recipe.depths
         self.trained = [p for p in self.drafter.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self.trained, lr=recipe.lr, betas=(0.9, 0.95), weight_decay=recipe.weight_decay

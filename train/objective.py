@@ -42,12 +42,15 @@ class Cells:
 class Loss:
     """table: the loss (c, K) of each cell. needs: the divergences it reads.
 
-    passes: the table is survival, and its weights are the slopes of the expected verify passes,
-    which tie the anchors of a text together and therefore need a pass of their own.
+    chained: a cell's loss depends on the depths before it, so that they are needed even where one
+    row of hidden states serves them all. passes: the table is survival, and its weights are the
+    slopes of the expected verify passes, which tie the anchors of a text together and therefore
+    need a pass of their own.
     """
 
     table: Callable[[Cells], Tensor]
     needs: tuple[str, ...] = ()
+    chained: bool = False
     passes: bool = False
 
 
@@ -73,10 +76,10 @@ LOSSES: dict[str, Loss] = {
     "l1_ce": Loss(lambda c: 0.1 * c.divergence["ce"] + 1.8 * (1 - c.alpha), ("ce",)),
     "hass": Loss(lambda c: c.divergence["kl"] + c.divergence["top_k"], ("kl", "top_k")),
     # 1 - expected share of the draft that is accepted (end-to-end TV, Bebop, arXiv 2606.12370).
-    "expected": Loss(lambda c: 1.0 - torch.cumprod(c.alpha, 1)),
+    "expected": Loss(lambda c: 1.0 - torch.cumprod(c.alpha, 1), chained=True),
     # Verify passes per token, 1 / tau: exactly replay's, and with the last factor averaged.
-    "replay": Loss(_survival, passes=True),
-    "replay_alpha": Loss(_survival_by_alpha, passes=True),
+    "replay": Loss(_survival, chained=True, passes=True),
+    "replay_alpha": Loss(_survival_by_alpha, chained=True, passes=True),
 }
 
 

@@ -8,10 +8,12 @@ conversations, never the one with the lowest loss.
 
 from __future__ import annotations
 
+import math
 import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -30,7 +32,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target import Target
 from draftsmith.eval.provenance import provenance
 from draftsmith.eval.replay import replay
-from draftsmith.train import checkpoint
+from draftsmith.train import checkpoint, watch
 from draftsmith.train.checkpoint import Metrics, read_metrics
 from draftsmith.train.objective import LOSSES, Objective, backward, denominator
 from draftsmith.train.packing import Cursor, Stream, collate
@@ -83,6 +85,8 @@ class Trainer:
         self.metrics: Metrics | None = None  # both on the main process only
         self.line: ProgressLine | None = None
         self.running = Running.start(self.depths)  # what losses and the curriculum go by
+        self.still = {n for n, p in self.drafter.named_parameters() if p.requires_grad}  # unmoved
+        self.norms: dict[str, float] = {}  # of the last step's gradients, before clipping
         self.window = Sums.zero(self.depths)  # since the last line of the log
         self.stopping = False
 
@@ -97,7 +101,7 @@ class Trainer:
         resumed = self._resume()
         if resumed:
             self._mark_best()  # it may have been killed just before it did
-        if self.step >= recipe.steps and self._replayed():
+        if (self.step >= recipe.steps and self._replayed()) or (resumed and self._ended()):
             self._say(f"{recipe.folder} is finished; {self._best_line()}")
             return 0
         before = signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -115,7 +119,7 @@ class Trainer:
         while self.step < recipe.steps:
             sums, norm = self._step()
             self.window.add(sums)
-            if self.step % recipe.log_every == 0 or self.step == recipe.steps:
+            if self._logs(self.step):
                 self._log(norm, (self.tokens - tokens) / (time.perf_counter() - began))
                 tokens, began = self.tokens, time.perf_counter()
             stop = self._stop()  # asked once: the signal may come at any moment
@@ -127,6 +131,9 @@ class Trainer:
             if self._due():
                 aside = time.perf_counter()
                 self._evaluate()
+                self._warn_of_still()
+                if self._ended():
+                    break
                 began += time.perf_counter() - aside
         self._say(f"{recipe.folder} is finished; {self._best_line()}")
         self.accelerator.end_training()
@@ -136,8 +143,25 @@ class Trainer:
         """Whether this step gets a checkpoint and a replay."""
         return self.step % self.recipe.save_every == 0 or self.step == self.recipe.steps
 
+    def _logs(self, step: int) -> bool:
+        return step % self.recipe.log_every == 0 or step == self.recipe.steps
+
     def _replayed(self) -> bool:
         return any(m["step"] == self.step for m in self._replays())
+
+    def _ended(self) -> bool:
+        """Whether tau has stopped rising for as long as the recipe bears; says so."""
+        why = watch.falling(read_metrics(self.recipe.folder), self.recipe.patience)
+        if self._any(why is not None and self.accelerator.is_main_process):
+            self._say(f"step {self.step}: ended early: {why}; the best checkpoint is kept")
+            return True
+        return False
+
+    def _warn_of_still(self) -> None:
+        if self.still:
+            self._say(
+                f"step {self.step}: warning: never moved so far: {', '.join(sorted(self.still))}"
+            )
 
     def _replays(self) -> list[dict[str, Any]]:
         return [m for m in read_metrics(self.recipe.folder) if m["kind"] == "replay"]
@@ -185,12 +209,12 @@ class Trainer:
                 parameter.grad = torch.zeros_like(parameter)
             if accelerator.num_processes > 1:
                 parameter.grad = accelerator.reduce(parameter.grad, reduction="sum")
+        self.still = watch.still(self.still, self.drafter)
+        if self._logs(self.step + 1):
+            self.norms = watch.gradient_norms(self.drafter)
         norm = torch.nn.utils.clip_grad_norm_(self.trained, recipe.clip).item()
-        if norm != norm or norm == float("inf"):
-            raise UserError(
-                f"step {self.step + 1}: the gradient is not finite; the last checkpoint is intact; "
-                "lower lr or check the samples"
-            )
+        if not math.isfinite(norm):
+            watch.check_finite(self.step + 1, self._gradients())
         self.optimizer.step()
         self.schedule.step()
         self.step += 1
@@ -208,7 +232,7 @@ class Trainer:
         self.drafter.train()
         with self.accelerator.autocast():
             self.target.read(batch, self.drafter.taps)
-            return backward(
+            sums = backward(
                 self.drafter,
                 batch,
                 self.depths,
@@ -217,6 +241,24 @@ class Trainer:
                 self.recipe.chunk,
                 self.running,
             )
+        if not math.isfinite(sums.loss):
+            watch.check_finite(self.step + 1, self._read(batch, sums.loss))
+        return sums
+
+    def _read(self, batch: Batch, loss: float) -> Iterator[tuple[str, Tensor]]:
+        """What a loss was made from, in that order, by name."""
+        yield from self.drafter.weights().items()
+        yield from ((f"feature {tap} of the target", f) for tap, f in batch.features.items())
+        if batch.final is not None:
+            yield "the target's final state", batch.final
+        yield f"the loss ({self.objective.loss})", torch.tensor(loss)
+
+    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """From the head down, as they are computed."""
+        for name, parameter in reversed(list(self.drafter.named_parameters())):
+            if parameter.grad is not None:
+                yield f"the gradient of {name}", parameter.grad
+        yield "the norm of the gradient", torch.tensor(float("inf"))
 
     def _evaluate(self) -> None:
         """Replays the held-out conversations, and points `best` at the best checkpoint so far."""
@@ -257,7 +299,15 @@ class Trainer:
         loss = window.loss / (window.total or 1.0)
         alpha = (window.alpha / window.cells.clamp(min=1)).tolist()
         lr = self.schedule.get_last_lr()[0]
-        self._write(kind="train", loss=loss, alpha=alpha, lr=lr, grad_norm=norm, tokens_per_s=speed)
+        self._write(
+            kind="train",
+            loss=loss,
+            alpha=alpha,
+            lr=lr,
+            grad_norm=norm,
+            grad_norms=self.norms,
+            tokens_per_s=speed,
+        )
         if self.line:
             self.line.show(self.step, loss, alpha[0], self.tau, speed)
 
@@ -269,6 +319,8 @@ class Trainer:
         if self.recipe.tracker != "none":
             kind = values["kind"]
             flat = {f"{kind}/{n}": v for n, v in values.items() if isinstance(v, (int, float))}
+            norms = values.get("grad_norms", {})
+            flat |= {f"{kind}/grad_norm_{part}": value for part, value in norms.items()}
             alpha = values.get("alpha", [])
             flat |= {f"{kind}/alpha_{j}": a for j, a in enumerate(alpha) if a is not None}
             self.accelerator.log(flat, step=self.step)
@@ -276,6 +328,7 @@ class Trainer:
     def _save(self) -> None:
         if not self.accelerator.is_main_process:
             return
+        watch.check_finite(self.step, self.drafter.weights().items())
         state = {
             "samples": self.samples.manifest["content_hash"],
             "cursor": asdict(self.cursor),
@@ -284,6 +337,7 @@ class Trainer:
             "tokens": self.tokens,
             "seconds": self._seconds(),
             "running": asdict(self.running),
+            "still": sorted(self.still),
             "window": asdict(self.window),
         }
         checkpoint.save(self.recipe.folder, self.step, self.drafter, state)
@@ -309,6 +363,7 @@ class Trainer:
         self.tau = taus[-1] if taus else self.tau
         self.began -= state["seconds"]
         self.running = Running(**state["running"])
+        self.still = set(state["still"])
         self.window = Sums(**state["window"])
         self._say(f"resuming {folder} at step {self.step}")
         return True
@@ -351,10 +406,13 @@ class Trainer:
         self.stopping = True
 
     def _stop(self) -> bool:
-        """Whether any process was told to stop: all must leave the loop together."""
+        return self._any(self.stopping)
+
+    def _any(self, here: bool) -> bool:
+        """Whether it holds on any process: all must leave the loop together."""
         if self.accelerator.num_processes == 1:
-            return self.stopping
-        flag = torch.tensor([float(self.stopping)], device=self.accelerator.device)
+            return here
+        flag = torch.tensor([float(here)], device=self.accelerator.device)
         return bool(self.accelerator.reduce(flag, reduction="sum").item())
 
 

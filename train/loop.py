@@ -13,20 +13,16 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import Tensor
 from transformers import get_cosine_schedule_with_warmup
 
-from draftsmith.drafters import base
-from draftsmith.drafters.base import Drafter, family
+from draftsmith.drafters.base import family
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target import Target
@@ -39,6 +35,7 @@ from draftsmith.train.packing import Cursor, Stream, collate
 from draftsmith.train.progress import ProgressLine
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples import Samples
+from draftsmith.train.start import fresh
 from draftsmith.train.weights import Running, Sums
 
 STOPPED = 143  # 128 + SIGTERM
@@ -58,7 +55,7 @@ class Trainer:
         set_seed(recipe.seed)  # every generator whose state a checkpoint holds
         counts = samples.token_counts(self.learn)
         cls = family(recipe.drafter)
-        self.drafter = _fresh(recipe, target, counts)
+        self.drafter = fresh(recipe, target, counts)
         self.drafter.to(accelerator.device)
         self.coverage = self.drafter.vocab.coverage(counts.to(accelerator.device))
         for threshold in recipe.switch_alpha:
@@ -214,7 +211,7 @@ class Trainer:
             self.norms = watch.gradient_norms(self.drafter)
         norm = torch.nn.utils.clip_grad_norm_(self.trained, recipe.clip).item()
         if not math.isfinite(norm):
-            watch.check_finite(self.step + 1, self._gradients())
+            watch.check_finite(self.step + 1, watch.gradients(self.drafter))
         self.optimizer.step()
         self.schedule.step()
         self.step += 1
@@ -242,23 +239,8 @@ class Trainer:
                 self.running,
             )
         if not math.isfinite(sums.loss):
-            watch.check_finite(self.step + 1, self._read(batch, sums.loss))
+            watch.check_finite(self.step + 1, watch.inputs(self.drafter, batch))
         return sums
-
-    def _read(self, batch: Batch, loss: float) -> Iterator[tuple[str, Tensor]]:
-        """What a loss was made from, in that order, by name."""
-        yield from self.drafter.weights().items()
-        yield from ((f"feature {tap} of the target", f) for tap, f in batch.features.items())
-        if batch.final is not None:
-            yield "the target's final state", batch.final
-        yield f"the loss ({self.objective.loss})", torch.tensor(loss)
-
-    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """From the head down, as they are computed."""
-        for name, parameter in reversed(list(self.drafter.named_parameters())):
-            if parameter.grad is not None:
-                yield f"the gradient of {name}", parameter.grad
-        yield "the norm of the gradient", torch.tensor(float("inf"))
 
     def _evaluate(self) -> None:
         """Replays the held-out conversations, and points `best` at the best checkpoint so far."""
@@ -414,25 +396,3 @@ class Trainer:
             return here
         flag = torch.tensor([float(here)], device=self.accelerator.device)
         return bool(self.accelerator.reduce(flag, reduction="sum").item())
-
-
-def _fresh(recipe: Recipe, target: Target, counts: Tensor) -> Drafter:
-    """The drafter that a run begins with: new, or the one stored in `start`."""
-    config = recipe.drafter_config()
-    if recipe.start is None:
-        return family(recipe.drafter).create(target, config, counts)
-    folder = Path(recipe.start)
-    drafter = base.load(folder, target)
-    if drafter.family != recipe.drafter:
-        raise UserError(
-            f"start: {folder} holds a drafter of family {drafter.family}, the recipe asks for "
-            f"{recipe.drafter}; give one of that family"
-        )
-    stored = drafter.config.model_dump()
-    for key in sorted(config.model_fields_set):
-        if getattr(config, key) != stored[key]:
-            raise UserError(
-                f"start: {folder} was made with {key}: {stored[key]}, the recipe has "
-                f"{getattr(config, key)}; take that key out of the recipe"
-            )
-    return drafter.train()

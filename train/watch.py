@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.errors import UserError
 
 
@@ -20,6 +22,23 @@ def check_finite(step: int, named: Iterable[tuple[str, Tensor]]) -> None:
                 f"step {step}: {name} is not finite; nothing was stored, the last checkpoint is "
                 "intact; lower lr or check the samples"
             )
+
+
+def inputs(drafter: Drafter, batch: Batch) -> Iterator[tuple[str, Tensor]]:
+    """What a loss that is not finite was made from, in that order."""
+    yield from drafter.weights().items()
+    yield from ((f"feature {tap} of the target", f) for tap, f in batch.features.items())
+    if batch.final is not None:
+        yield "the target's final state", batch.final
+    yield "the loss", torch.tensor(float("nan"))
+
+
+def gradients(drafter: Drafter) -> Iterator[tuple[str, Tensor]]:
+    """Gradients whose norm is not finite, from the head down, as they were computed."""
+    for name, parameter in reversed(list(drafter.named_parameters())):
+        if parameter.grad is not None:
+            yield f"the gradient of {name}", parameter.grad
+    yield "the norm of the gradient", torch.tensor(float("inf"))
 
 
 def gradient_norms(module: nn.Module) -> dict[str, float]:

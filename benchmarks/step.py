@@ -3,11 +3,11 @@
     pip install --no-deps speculators==0.9.0      (beside draftsmith; nothing else of it is needed)
     python benchmarks/step.py [--small]
 
-One step is features in, gradients of the head out: fusing, K training-time-test depths, the target's
-head on its final states, KL with its gradients. Same weights, same inputs, same frozen output head
-(speculators' default), fp32, one thread. Each size is first compared: loss and every gradient within
-1e-4. Then both sides are timed in turns in one process, and each one's peak memory is taken in
-processes of their own (a peak cannot be reset). Writes benchmarks/step/*.json and
+One step is features in, gradients of the head out: fusing, K training-time-test depths, the
+target's head on its final states, KL with its gradients. Same weights, same inputs, same frozen
+output head (speculators' default), fp32, one thread. Each size is first compared: loss and every
+gradient within 1e-4. Then both sides are timed in turns in one process, and each one's peak memory
+is taken in processes of their own (a peak cannot be reset). Writes benchmarks/step/*.json and
 benchmarks/step.md.
 
 What runs of speculators: its model with eager attention (float mask T x T*K) and its eager losses;
@@ -274,8 +274,10 @@ def main() -> None:
         cell(HERE / "step" / f"T{T}-K{K}-V{V}-{s:g}.json", lambda z=(T, K, V, s): run(*z), 0)
         for T, K, V, s in (SMALL if arguments.small else SIZES)
     ]
-    head_row = ["T", "K", "V", "learned from", "largest difference", "tokens/s, ours", "speculators",
-                "ratio", "peak MiB, ours", "speculators", "ratio"]  # fmt: skip
+    head_row = [
+        "T", "K", "V", "learned from", "largest difference", "tokens/s, ours", "speculators",
+        "ratio", "peak MiB, ours", "speculators", "ratio",
+    ]  # fmt: skip
     text = (
         "# A training step of EAGLE-3 against speculators 0.9\n\n"
         f"Hidden size {H}, one core, fp32; KL, full draft vocabulary, frozen output head; "

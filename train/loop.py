@@ -209,9 +209,11 @@ class Trainer:
         self.still = watch.still(self.still, self.drafter)
         if self._logs(self.step + 1):
             self.norms = watch.gradient_norms(self.drafter)
-        norm = torch.nn.utils.clip_grad_norm_(self.trained, recipe.clip).item()
-        if not math.isfinite(norm):
+        whole = torch.nn.utils.get_total_norm([p.grad for p in self.trained if p.grad is not None])
+        norm = whole.item()
+        if not math.isfinite(norm):  # told before clipping spreads it over every gradient
             watch.check_finite(self.step + 1, watch.gradients(self.drafter))
+        torch.nn.utils.clip_grads_with_norm_(self.trained, recipe.clip, whole)
         self.optimizer.step()
         self.schedule.step()
         self.step += 1

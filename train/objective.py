@@ -177,9 +177,9 @@ def _cells(
     divergence = {name: chunk.spread(v, 0.0) for name, v in stats.divergence.items()}
     if batch.sampler.greedy:
         return Cells(alpha, alpha, alpha, divergence, mix)
-    # Foreign text may hold tokens that p cuts: no ratio, and no gradient, there.
-    possible = stats.logp.isfinite()
-    ratio = torch.where(possible, stats.logq - stats.logp, float("-inf")).clamp(max=0.0).exp()
+    # Foreign text may hold tokens that p cuts; where q cuts them too the ratio is 0.
+    known = stats.logp.isfinite() | stats.logq.isfinite()
+    ratio = torch.where(known, stats.logq - stats.logp, float("-inf")).clamp(max=0.0).exp()
     spread = chunk.spread(ratio, 0.0)
     return Cells(alpha, spread, chunk.spread(stats.logq.exp(), 0.0), divergence, mix)
 

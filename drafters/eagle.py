@@ -35,6 +35,7 @@ from draftsmith.drafters.base import (
 from draftsmith.drafters.batch import Batch, align
 from draftsmith.drafters.cache import Slab
 from draftsmith.drafters.causal_lm import Tap
+from draftsmith.drafters.diagonal import causal_and_diagonal
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.layers import MLP, BlockConfig, RMSNorm, SelfAttention, init_weights
@@ -167,31 +168,34 @@ class Eagle(Drafter):
         return F.linear(normed, kept.to(normed.dtype))
 
     def unroll(self, batch: Batch, depths: int, anchors: Tensor | None = None) -> Unroll:
-        """Depth 0 is one causal pass; deeper ones see depth 0's keys and their own diagonal."""
+        """Depth 0 is one causal pass; deeper ones see depth 0's keys and their own diagonal.
+
+        Every position gives depth 0 its keys; only anchors ask.
+        """
         alignment = align(batch, depths, anchors)
         row = torch.arange(batch.tokens.shape[0], device=batch.device).unsqueeze(1)
         at = alignment.anchors.clamp(min=0)  # (B, A)
         attend = self.self_attn
         following = F.pad(batch.tokens[:, 1:], (0, 1))  # x_{t+1} beside g_t
         x, residual = self._inputs(following, self._fuse(batch.features))
-        query = attend.queries(x, batch.position)  # (B, h, T, D)
         key0, value0 = (attend.over_groups(kv) for kv in attend.keys(x, batch.position))
-        same = batch.segment.unsqueeze(2) == batch.segment.unsqueeze(1)
-        seen = (same & (batch.position.unsqueeze(1) <= batch.position.unsqueeze(2))).unsqueeze(1)
+        position, segment = batch.position[row, at], batch.segment[row, at]
+        seen = segment.unsqueeze(2) == batch.segment.unsqueeze(1)
+        seen &= batch.position.unsqueeze(1) <= position.unsqueeze(2)
+        seen = seen.unsqueeze(1)  # (B, 1, A, T)
+        query = attend.queries(x[row, at], position)  # (B, h, A, D)
         mixed = F.scaled_dot_product_attention(query, key0, value0, attn_mask=seen)
-        hidden = self._finish(residual, mixed)[row, at]  # (B, A, H)
+        hidden = self._finish(residual[row, at], mixed)  # (B, A, H)
         states = [hidden]
-        seen = seen[row, 0, at].unsqueeze(1)  # (B, 1, A, T)
         keys, values = [], []
         for j in range(1, depths):
             token = batch.tokens[row, alignment.compare[:, :, j]]  # (B, A) x_{a+1+j}
-            position = batch.position[row, at] + j
             x, residual = self._inputs(token, hidden)
-            query = attend.queries(x, position)  # (B, h, A, D)
-            key, value = (attend.over_groups(kv) for kv in attend.keys(x, position))
+            query = attend.queries(x, position + j)  # (B, h, A, D)
+            key, value = (attend.over_groups(kv) for kv in attend.keys(x, position + j))
             keys.append(key)
             values.append(value)
-            mixed = _causal_and_diagonal(query, key0, value0, seen, keys, values)
+            mixed = causal_and_diagonal(query, key0, value0, seen, keys, values)
             hidden = self._finish(residual, mixed)
             states.append(hidden)
         return rows_of(torch.stack(states, dim=2), alignment, batch)
@@ -253,24 +257,3 @@ class Eagle(Drafter):
         proposal = grow(root, start, policy, self.vocab, sampler, noise, forward)
         slab.length.copy_(start)
         return proposal
-
-
-def _causal_and_diagonal(
-    query: Tensor,  # (B, h, A, D)
-    key0: Tensor,  # (B, h, T, D)
-    value0: Tensor,
-    seen: Tensor,  # (B, 1, A, T)
-    keys: list[Tensor],  # depths 1..j, each (B, h, A, D): a query sees only its own anchor's
-    values: list[Tensor],
-) -> Tensor:
-    """Attention over the causal keys of depth 0 and the anchor's own deeper keys."""
-    scale = query.shape[-1] ** -0.5
-    past = (query @ key0.transpose(-1, -2)) * scale
-    past = past.masked_fill(~seen, float("-inf"))
-    own = torch.stack([(query * key).sum(-1) for key in keys], dim=-1) * scale  # (B, h, A, j)
-    weights = torch.softmax(torch.cat([past, own], dim=-1), dim=-1)
-    T = past.shape[-1]
-    mixed = weights[..., :T] @ value0
-    for i, value in enumerate(values):
-        mixed = mixed + weights[..., T + i, None] * value
-    return mixed

@@ -215,10 +215,18 @@ def eagle_sees_next_pair(patch: Patch) -> None:
     """In unroll, depth 0 attends to g_{a+1} beside x_{a+2}."""
 
     def wrong(query: Tensor, *args: Any, attn_mask: Tensor) -> Tensor:
-        square = attn_mask.shape[-1] == query.shape[2] > 1
-        mask = widened(attn_mask) if square else attn_mask
+        mask = widened(attn_mask) if unrolling else attn_mask
         return F.scaled_dot_product_attention(query, *args, attn_mask=mask)
 
+    def noted(self: eagle.Eagle, *args: Any) -> Any:
+        unrolling.append(self)
+        try:
+            return unroll(self, *args)
+        finally:
+            unrolling.clear()
+
+    unroll, unrolling = eagle.Eagle.unroll, []
+    patch.setattr(eagle.Eagle, "unroll", noted)
     fake = SimpleNamespace(**{**vars(F), "scaled_dot_product_attention": wrong})
     patch.setattr(eagle, "F", fake)
 
@@ -229,8 +237,8 @@ def deep_eagle_sees_next_pair(patch: Patch) -> None:
     def wrong(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, *own: Any) -> Tensor:
         return mixed(query, key, value, widened(seen), *own)
 
-    mixed = eagle._causal_and_diagonal
-    patch.setattr(eagle, "_causal_and_diagonal", wrong)
+    mixed = eagle.causal_and_diagonal
+    patch.setattr(eagle, "causal_and_diagonal", wrong)
 
 
 def features_from_the_future(name: str, patch: Patch) -> None:

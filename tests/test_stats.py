@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from draftsmith.drafters.batch import Alignment, Batch, align
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.vocab import VocabMap
 from draftsmith.eval import replay
-from draftsmith.eval.stats import RowStats, chunk_stats, chunks, row_stats
+from draftsmith.eval.stats import DIVERGENCES, TOP, RowStats, chunk_stats, chunks, row_stats
 
 V = tiny.VOCAB
 SAMPLERS = {
@@ -41,6 +41,11 @@ VOCABS = {
     "reduced": VocabMap(V, torch.tensor([40, 3, 7, 1, 22, 5, 46, 9, 10, 33, 30, 2])),
 }
 ROWS = 24
+stats_of = partial(row_stats, divergences=DIVERGENCES)
+
+
+def scalar(stats: RowStats, name: str) -> Tensor:
+    return stats.divergence[name] if name in DIVERGENCES else getattr(stats, name)
 
 
 def inputs(vocab: VocabMap) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,7 +69,9 @@ def plain_stats(
     """The statistics by their definitions, row by row in float64, differentiable in the draft."""
     cuts = (sampler.temperature, sampler.top_k, sampler.top_p)
     T = sampler.temperature or 1.0
-    rows: dict[str, list[Tensor]] = {"alpha": [], "logp": [], "logq": [], "kl": []}
+    names = ("alpha", "logp", "logq", *DIVERGENCES)
+    rows: dict[str, list[Tensor]] = {name: [] for name in names}
+    zero = torch.tensor(0.0, dtype=torch.float64)
     for z_p, z, x in zip(logits_p, draft_logits, token.tolist(), strict=True):
         p = reference.sampled(z_p, *cuts)
         p_raw = p if sampler.greedy else reference.sampled(z_p, T, 0, 1.0)
@@ -77,10 +84,28 @@ def plain_stats(
         if sampler.greedy:
             everywhere = torch.zeros(V, dtype=torch.float64)
             everywhere[ids[int(z.argmax())]] = 1.0
-        zero = torch.tensor(-math.inf, dtype=torch.float64)
-        rows["logq"].append(everywhere[x].log() if everywhere[x] > 0 else zero)
-        terms = [p_raw[i] * (p_raw[i].log() - raw[d]) for d, i in enumerate(ids) if p_raw[i] > 0]
-        rows["kl"].append(torch.stack(terms).sum() if terms else raw.sum() * 0)
+        rows["logq"].append(everywhere[x].log() if everywhere[x] > 0 else zero - math.inf)
+        rows["ce"].append(-raw[ids.index(x)] if x in ids else zero * raw[0])
+        # Token by token of the whole vocabulary; d is its draft id, None where it has none.
+        draft = {token: d for d, token in enumerate(ids)}
+        best = sorted((p_raw[i].item() for i in ids), reverse=True)[: min(TOP, len(ids))]
+        sums = dict.fromkeys(("kl", "rkl", "jsd", "top_k"), raw.sum() * 0)
+        for i, p_i in enumerate(p_raw):
+            d = draft.get(i)
+            if d is None:
+                sums["jsd"] = sums["jsd"] + p_i * math.log(2) / 2
+                continue
+            q_i, m = raw[d].exp(), (p_i + raw[d].exp()) / 2
+            if p_i > 0:
+                sums["kl"] = sums["kl"] + p_i * (p_i.log() - raw[d])
+                sums["jsd"] = sums["jsd"] + p_i * (p_i.log() - m.log()) / 2
+            sums["jsd"] = sums["jsd"] + q_i * (raw[d] - m.log()) / 2
+            floor = p_i.clamp(min=torch.finfo(torch.float32).tiny).log()
+            sums["rkl"] = sums["rkl"] + q_i * (raw[d] - floor)
+            if p_i >= best[-1] and p_i > 0:
+                sums["top_k"] = sums["top_k"] - p_i * raw[d]
+        for name, value in sums.items():
+            rows[name].append(value)
     return {name: torch.stack(values) for name, values in rows.items()}
 
 
@@ -94,17 +119,17 @@ def test_statistics_and_gradients(name: str, vocab_name: str) -> None:
     with torch.no_grad():
         logits_p = target.head(final).double()
     ours, theirs = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    stats = row_stats(target, final, ours, token, vocab, sampler)
+    stats = stats_of(target, final, ours, token, vocab, sampler)
     known = plain_stats(logits_p, theirs, token, ids, sampler)
     assert 0 < int((known["logq"] > -math.inf).sum()) and int((known["alpha"] > 0.01).sum())
     for key, value in known.items():
-        found = getattr(stats, key)
+        found = scalar(stats, key)
         assert found.dtype == torch.float32
         torch.testing.assert_close(found.double(), value, atol=2e-5, rtol=2e-5)
-    for key in ("alpha", "logq", "kl"):
+    for key in ("alpha", "logq", *DIVERGENCES):
         if key == "logq" and sampler.greedy:
             continue  # a step function, see below
-        value, found = known[key], getattr(stats, key)
+        value, found = known[key], scalar(stats, key)
         alive = value > -math.inf
         weight = torch.linspace(0.5, 2.0, ROWS, dtype=torch.float64)[alive]
         (expected,) = torch.autograd.grad(
@@ -123,16 +148,17 @@ def test_gradients_by_finite_differences() -> None:
     final, logits, token = inputs(vocab)
     direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
     ours = logits.clone().requires_grad_()
-    stats = row_stats(target, final, ours, token, vocab, sampler)
+    stats = stats_of(target, final, ours, token, vocab, sampler)
     step = 2e-3
     up, down = (
-        row_stats(target, final, logits + s * direction, token, vocab, sampler)
+        stats_of(target, final, logits + s * direction, token, vocab, sampler)
         for s in (step, -step)
     )
-    for key in ("alpha", "logq", "kl"):
-        alive = getattr(stats, key) > -math.inf
-        slope = (getattr(up, key) - getattr(down, key))[alive] / (2 * step)
-        (grad,) = torch.autograd.grad(getattr(stats, key)[alive].sum(), ours, retain_graph=True)
+    for key in ("alpha", "logq", *DIVERGENCES):
+        value = scalar(stats, key)
+        alive = value > -math.inf
+        slope = (scalar(up, key) - scalar(down, key))[alive] / (2 * step)
+        (grad,) = torch.autograd.grad(value[alive].sum(), ours, retain_graph=True)
         moved = (grad * direction).sum(1)[alive]
         close = (slope - moved).abs() < 5e-3 * (1 + moved.abs())
         assert close.double().mean() > 0.85, key  # a step may cross a cut or a kink of alpha
@@ -145,7 +171,7 @@ def test_an_infinite_row_does_not_poison_its_batch() -> None:
     final, logits, token = inputs(vocab)
     token[0] = logits[0].argmin()
     ours = logits.clone().requires_grad_()
-    stats = row_stats(target, final, ours, token, vocab, sampler)
+    stats = stats_of(target, final, ours, token, vocab, sampler)
     assert stats.logq[0] == -math.inf
     stats.logq.backward(torch.ones(ROWS))
     assert ours.grad is not None and ours.grad.isfinite().all()
@@ -158,7 +184,7 @@ def test_alpha_is_one_minus_tv(vocab_name: str) -> None:
     """Over all of V: mass on tokens the drafter lacks counts as rejected."""
     sampler, vocab, target = SAMPLERS["top-p"], VOCABS[vocab_name], tiny.target()
     final, logits, token = inputs(vocab)
-    stats = row_stats(target, final, logits, token, vocab, sampler)
+    stats = stats_of(target, final, logits, token, vocab, sampler)
     cuts = (sampler.temperature, sampler.top_k, sampler.top_p)
     for i, z_p in enumerate(target.head(final)):
         p, law = reference.sampled(z_p, *cuts), reference.sampled(logits[i], *cuts)
@@ -178,9 +204,9 @@ def test_greedy_alpha_is_the_likelihood() -> None:
     grads = []
     for loss in ("alpha", "kl", "nll"):
         ours = logits.clone().requires_grad_()
-        stats = row_stats(target, final, ours, best, vocab, Sampler(0.0))
+        stats = stats_of(target, final, ours, best, vocab, Sampler(0.0))
         nll = torch.nn.functional.cross_entropy(ours, best, reduction="none")
-        value = {"alpha": -stats.alpha.log(), "kl": stats.kl, "nll": nll}[loss]
+        value = {"alpha": -stats.alpha.log(), "kl": stats.divergence["kl"], "nll": nll}[loss]
         torch.testing.assert_close(value, nll, atol=1e-5, rtol=1e-5)
         grads.append(torch.autograd.grad(value.sum(), ours)[0])
         hit = (logits.argmax(1) == best).float()
@@ -197,11 +223,11 @@ def test_tv_gradient_vanishes_at_disjoint_support(sampler: Sampler) -> None:
     with torch.no_grad():
         ours = -target.head(final)  # its likeliest tokens are the target's unlikeliest
     ours.requires_grad_()
-    stats = row_stats(target, final, ours, token, VOCABS["full"], sampler)
+    stats = stats_of(target, final, ours, token, VOCABS["full"], sampler)
     assert torch.equal(stats.alpha, torch.zeros(ROWS))
     (grad,) = torch.autograd.grad(stats.alpha.sum(), ours, retain_graph=True)
     assert grad.abs().max() == 0
-    (grad,) = torch.autograd.grad(stats.kl.sum(), ours)
+    (grad,) = torch.autograd.grad(stats.divergence["kl"].sum(), ours)
     assert grad.abs().sum(1).min() > 1e-2
 
 
@@ -210,9 +236,9 @@ def test_large_logits_stay_finite() -> None:
     target, vocab = tiny.target(), VOCABS["full"]
     final, logits, token = inputs(vocab)
     ours = (logits * 300).requires_grad_()
-    stats = row_stats(target, final * 50, ours, token, vocab, Sampler(0.5))
-    assert stats.kl.isfinite().all() and stats.alpha.isfinite().all()
-    (stats.kl.sum() + stats.alpha.sum()).backward()
+    stats = stats_of(target, final * 50, ours, token, vocab, Sampler(0.5))
+    assert stats.divergence["kl"].isfinite().all() and stats.alpha.isfinite().all()
+    (stats.divergence["kl"].sum() + stats.alpha.sum()).backward()
     assert ours.grad is not None and ours.grad.isfinite().all()
 
 
@@ -220,9 +246,9 @@ def test_gap_by_hand() -> None:
     target, vocab = tiny.target(), VocabMap(V, torch.tensor([4, 9, 11]))
     final = torch.zeros(3, target.hidden_size)
     logits = torch.tensor([[1.0, 4.0, 3.5], [2.0, 2.0, 0.0], [-1.0, -7.0, -3.0]])
-    stats = row_stats(target, final, logits, torch.tensor([4, 4, 4]), vocab, Sampler(0.0))
+    stats = stats_of(target, final, logits, torch.tensor([4, 4, 4]), vocab, Sampler(0.0))
     torch.testing.assert_close(stats.gap, torch.tensor([0.5, 0.0, 2.0]))
-    stats = row_stats(target, final, logits, torch.tensor([4, 4, 4]), vocab, Sampler(1.0))
+    stats = stats_of(target, final, logits, torch.tensor([4, 4, 4]), vocab, Sampler(1.0))
     assert (stats.gap == float("inf")).all()
 
 
@@ -234,9 +260,9 @@ def test_rows_that_share_a_position() -> None:
     grads = []
     for args in ((final[:5], which), (final[which], None)):
         ours = logits.clone().requires_grad_()
-        stats = row_stats(target, args[0], ours, token, vocab, sampler, args[1])
-        (stats.alpha + stats.kl).sum().backward()
-        grads.append((stats.alpha, stats.logp, stats.kl, ours.grad))
+        stats = stats_of(target, args[0], ours, token, vocab, sampler, args[1])
+        (stats.alpha + stats.divergence["kl"]).sum().backward()
+        grads.append((stats.alpha, stats.logp, stats.divergence["kl"], ours.grad))
     for shared, repeated in zip(*grads, strict=True):
         torch.testing.assert_close(shared, repeated, atol=1e-6, rtol=1e-5)
 
@@ -325,7 +351,7 @@ def table(
     unroll = model.unroll(batch, 3)
     out = []
     for part in chunks(batch, alignment, unroll, limit):
-        stats = chunk_stats(model, batch, unroll, unroll.hidden, part)
+        stats = chunk_stats(model, batch, unroll, unroll.hidden, part, ("kl",))
         cell = part.spread(value(stats), 0.0)
         cell.sum().backward(retain_graph=True)
         out.append(cell.detach())
@@ -340,10 +366,10 @@ def test_chunk_size_changes_nothing(name: str, key: str) -> None:
     batch = packed()
     tiny.target().read(batch, drafter(name).taps)
     alignment = align(batch, 3)
-    whole, grads = table(name, batch, alignment, 10_000, lambda s: getattr(s, key))
+    whole, grads = table(name, batch, alignment, 10_000, lambda s: scalar(s, key))
     assert whole.abs().max() > 0 and grads
     for limit in (1, 8):
-        values, again = table(name, batch, alignment, limit, lambda s: getattr(s, key))
+        values, again = table(name, batch, alignment, limit, lambda s: scalar(s, key))
         torch.testing.assert_close(values, whole, atol=1e-5, rtol=1e-5)
         for a, b in zip(again, grads, strict=True):
             torch.testing.assert_close(a, b, atol=1e-5 * float(b.abs().max() + 1), rtol=1e-4)

@@ -8,6 +8,7 @@ conversations, never the one with the lowest loss.
 
 from __future__ import annotations
 
+import math
 import shutil
 import signal
 import sys
@@ -19,22 +20,23 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import Tensor
 from transformers import get_cosine_schedule_with_warmup
 
-from draftsmith.drafters.base import Drafter, family
+from draftsmith.drafters.base import family
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target import Target
 from draftsmith.eval.provenance import provenance
 from draftsmith.eval.replay import replay
-from draftsmith.train import checkpoint, trackers
+from draftsmith.train import checkpoint, trackers, watch
 from draftsmith.train.checkpoint import Metrics, read_metrics
-from draftsmith.train.objective import Objective, Sums, backward, denominator
+from draftsmith.train.objective import LOSSES, Objective, backward, denominator
 from draftsmith.train.packing import Cursor, Stream, collate
 from draftsmith.train.progress import ProgressLine
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples import Samples
+from draftsmith.train.start import fresh
+from draftsmith.train.weights import Running, Sums
 
 STOPPED = 143  # 128 + SIGTERM
 
@@ -53,12 +55,18 @@ class Trainer:
         set_seed(recipe.seed)  # every generator whose state a checkpoint holds
         counts = samples.token_counts(self.learn)
         cls = family(recipe.drafter)
-        self.drafter: Drafter = cls.create(target, recipe.drafter_config(), counts)
+        self.drafter = fresh(recipe, target, counts)
         self.drafter.to(accelerator.device)
         self.coverage = self.drafter.vocab.coverage(counts.to(accelerator.device))
-        self.objective = Objective(recipe.loss, recipe.decay)
-        # A row that serves every depth already stands at depth 0.
-        self.depths = 1 if cls.rows_shared else recipe.depths
+        for threshold in recipe.switch_alpha:
+            if threshold >= self.coverage:
+                raise UserError(
+                    f"switch_alpha: {threshold} can never be met: the draft vocabulary covers "
+                    f"{self.coverage:.1%} of the answers; lower it, or raise draft_vocab"
+                )
+        # A row that serves every depth already stands at depth 0, unless depths are multiplied.
+        chained = any(LOSSES[loss].chained for loss in recipe.losses)
+        self.depths = 1 if cls.rows_shared and not chained else recipe.depths
         self.trained = [p for p in self.drafter.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self.trained, lr=recipe.lr, betas=(0.9, 0.95), weight_decay=recipe.weight_decay
@@ -73,9 +81,16 @@ class Trainer:
         self.began = time.perf_counter()
         self.metrics: Metrics | None = None  # both on the main process only
         self.line: ProgressLine | None = None
-        self.coefficients: dict[str, Tensor] = {}  # running ones that a loss may keep
+        self.running = Running.start(self.depths)  # what losses and the curriculum go by
+        self.still = {n for n, p in self.drafter.named_parameters() if p.requires_grad}  # unmoved
+        self.norms: dict[str, float] = {}  # of the last step's gradients, before clipping
         self.window = Sums.zero(self.depths)  # since the last line of the log
         self.stopping = False
+
+    @property
+    def objective(self) -> Objective:
+        """The one that the curriculum has come to."""
+        return self.recipe.objectives[self.running.stage]
 
     def run(self) -> int:
         """Trains to the last step, or to SIGTERM; saves on either."""
@@ -83,7 +98,7 @@ class Trainer:
         resumed = self._resume()
         if resumed:
             self._mark_best()  # it may have been killed just before it did
-        if self.step >= recipe.steps and self._replayed():
+        if (self.step >= recipe.steps and self._replayed()) or (resumed and self._ended()):
             self._say(f"{recipe.folder} is finished; {self._best_line()}")
             return 0
         before = signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -101,7 +116,7 @@ class Trainer:
         while self.step < recipe.steps:
             sums, norm = self._step()
             self.window.add(sums)
-            if self.step % recipe.log_every == 0 or self.step == recipe.steps:
+            if self._logs(self.step):
                 self._log(norm, (self.tokens - tokens) / (time.perf_counter() - began))
                 tokens, began = self.tokens, time.perf_counter()
             stop = self._stop()  # asked once: the signal may come at any moment
@@ -113,6 +128,9 @@ class Trainer:
             if self._due():
                 aside = time.perf_counter()
                 self._evaluate()
+                self._warn_of_still()
+                if self._ended():
+                    break
                 began += time.perf_counter() - aside
         self._say(f"{recipe.folder} is finished; {self._best_line()}")
         self.accelerator.end_training()
@@ -122,8 +140,25 @@ class Trainer:
         """Whether this step gets a checkpoint and a replay."""
         return self.step % self.recipe.save_every == 0 or self.step == self.recipe.steps
 
+    def _logs(self, step: int) -> bool:
+        return step % self.recipe.log_every == 0 or step == self.recipe.steps
+
     def _replayed(self) -> bool:
         return any(m["step"] == self.step for m in self._replays())
+
+    def _ended(self) -> bool:
+        """Whether tau has stopped rising for as long as the recipe bears; says so."""
+        why = watch.falling(read_metrics(self.recipe.folder), self.recipe.patience)
+        if self._any(why is not None and self.accelerator.is_main_process):
+            self._say(f"step {self.step}: ended early: {why}; the best checkpoint is kept")
+            return True
+        return False
+
+    def _warn_of_still(self) -> None:
+        if self.still:
+            self._say(
+                f"step {self.step}: warning: never moved so far: {', '.join(sorted(self.still))}"
+            )
 
     def _replays(self) -> list[dict[str, Any]]:
         return [m for m in read_metrics(self.recipe.folder) if m["kind"] == "replay"]
@@ -171,25 +206,43 @@ class Trainer:
                 parameter.grad = torch.zeros_like(parameter)
             if accelerator.num_processes > 1:
                 parameter.grad = accelerator.reduce(parameter.grad, reduction="sum")
-        norm = torch.nn.utils.clip_grad_norm_(self.trained, recipe.clip).item()
-        if norm != norm or norm == float("inf"):
-            raise UserError(
-                f"step {self.step + 1}: the gradient is not finite; the last checkpoint is intact; "
-                "lower lr or check the samples"
-            )
+        self.still = watch.still(self.still, self.drafter)
+        if self._logs(self.step + 1):
+            self.norms = watch.gradient_norms(self.drafter)
+        whole = torch.nn.utils.get_total_norm([p.grad for p in self.trained if p.grad is not None])
+        norm = whole.item()
+        if not math.isfinite(norm):  # told before clipping spreads it over every gradient
+            watch.check_finite(self.step + 1, watch.gradients(self.drafter))
+        torch.nn.utils.clip_grads_with_norm_(self.trained, recipe.clip, whole)
         self.optimizer.step()
         self.schedule.step()
         self.step += 1
         self.tokens += int(learned)
+        self.running.update(sums)
+        if self.running.advance(recipe.switch_alpha):
+            self._say(
+                f"step {self.step}: alpha_0 {float(self.running.mean_alpha[0]):.3f} has passed "
+                f"{recipe.switch_alpha[self.running.stage - 1]}: {self.objective.loss} from here on"
+            )
+            self._write(kind="switch", loss=self.objective.loss)
         return sums, norm
 
     def _micro(self, batch: Batch, total: float) -> Sums:
         self.drafter.train()
         with self.accelerator.autocast():
             self.target.read(batch, self.drafter.taps)
-            return backward(
-                self.drafter, batch, self.depths, self.objective, total, self.recipe.chunk
+            sums = backward(
+                self.drafter,
+                batch,
+                self.depths,
+                self.objective,
+                total,
+                self.recipe.chunk,
+                self.running,
             )
+        if not math.isfinite(sums.loss):
+            watch.check_finite(self.step + 1, watch.inputs(self.drafter, batch))
+        return sums
 
     def _evaluate(self) -> None:
         """Replays the held-out conversations, and points `best` at the best checkpoint so far."""
@@ -227,11 +280,18 @@ class Trainer:
 
     def _log(self, norm: float, speed: float) -> None:
         window, self.window = self.window, Sums.zero(self.depths)
-        weights = self.objective.weights(torch.ones(self.depths)) * window.cells
-        loss = window.loss / max(weights.sum().item(), 1.0)
+        loss = window.loss / (window.total or 1.0)
         alpha = (window.alpha / window.cells.clamp(min=1)).tolist()
         lr = self.schedule.get_last_lr()[0]
-        self._write(kind="train", loss=loss, alpha=alpha, lr=lr, grad_norm=norm, tokens_per_s=speed)
+        self._write(
+            kind="train",
+            loss=loss,
+            alpha=alpha,
+            lr=lr,
+            grad_norm=norm,
+            grad_norms=self.norms,
+            tokens_per_s=speed,
+        )
         if self.line:
             self.line.show(self.step, loss, alpha[0], self.tau, speed)
 
@@ -246,6 +306,7 @@ class Trainer:
     def _save(self) -> None:
         if not self.accelerator.is_main_process:
             return
+        watch.check_finite(self.step, self.drafter.weights().items())
         state = {
             "samples": self.samples.manifest["content_hash"],
             "cursor": asdict(self.cursor),
@@ -253,7 +314,8 @@ class Trainer:
             "schedule": self.schedule.state_dict(),
             "tokens": self.tokens,
             "seconds": self._seconds(),
-            "coefficients": self.coefficients,
+            "running": asdict(self.running),
+            "still": sorted(self.still),
             "window": asdict(self.window),
         }
         checkpoint.save(self.recipe.folder, self.step, self.drafter, state)
@@ -278,7 +340,8 @@ class Trainer:
         taus = [m["tau"] for m in self._replays() if m["step"] <= self.step]
         self.tau = taus[-1] if taus else self.tau
         self.began -= state["seconds"]
-        self.coefficients = state["coefficients"]
+        self.running = Running(**state["running"])
+        self.still = set(state["still"])
         self.window = Sums(**state["window"])
         self._say(f"resuming {folder} at step {self.step}")
         return True
@@ -321,8 +384,11 @@ class Trainer:
         self.stopping = True
 
     def _stop(self) -> bool:
-        """Whether any process was told to stop: all must leave the loop together."""
+        return self._any(self.stopping)
+
+    def _any(self, here: bool) -> bool:
+        """Whether it holds on any process: all must leave the loop together."""
         if self.accelerator.num_processes == 1:
-            return self.stopping
-        flag = torch.tensor([float(self.stopping)], device=self.accelerator.device)
+            return here
+        flag = torch.tensor([float(here)], device=self.accelerator.device)
         return bool(self.accelerator.reduce(flag, reduction="sum").item())

@@ -7,93 +7,191 @@ that gradients do not depend on how the batch was cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
-from draftsmith.drafters.base import Drafter, Guesses
-from draftsmith.drafters.batch import Batch, align
-from draftsmith.eval.stats import Chunk, RowStats, chunk_stats, chunks
+from draftsmith.drafters.base import Drafter, Guesses, Unroll
+from draftsmith.drafters.batch import Alignment, Batch, align
+from draftsmith.eval.stats import Chunk, chunk_stats, chunks
+from draftsmith.train.passes import passes
+from draftsmith.train.weights import DepthWeights, Running, Sums, reached
 
-# Each loss is per row. -log alpha is clamped where nothing overlaps (Nebius, arXiv 2602.23881).
-LOSSES: dict[str, Callable[[RowStats], Tensor]] = {
-    "kl": lambda s: s.kl,
-    "tv": lambda s: 1.0 - s.alpha,
-    "log_alpha": lambda s: -s.alpha.clamp(min=1e-6).log(),
+FLOOR = 1e-6  # of alpha under a logarithm, where nothing overlaps (LK, arXiv 2602.23881)
+
+
+@dataclass
+class Cells:
+    """A chunk's statistics as tables (c, K), 0 where a depth does not exist.
+
+    ratio: chance min(1, q/p) that the text's token is accepted once its depth is reached;
+    likelihood: q of the text's token. At temperature 0, where both are steps, alpha stands for
+    them. mix (K,): LK's share of KL.
+    """
+
+    alpha: Tensor
+    ratio: Tensor
+    likelihood: Tensor
+    divergence: dict[str, Tensor]
+    mix: Tensor
+
+
+@dataclass(frozen=True)
+class Loss:
+    """table: the loss (c, K) of each cell. needs: the divergences it reads.
+
+    chained: a cell's loss depends on the depths before it, so that they are needed even where one
+    row of hidden states serves them all. passes: the table is survival, and its weights are the
+    slopes of the expected verify passes, which tie the anchors of a text together and therefore
+    need a pass of their own.
+    """
+
+    table: Callable[[Cells], Tensor]
+    needs: tuple[str, ...] = ()
+    chained: bool = False
+    passes: bool = False
+
+
+def _survival(c: Cells) -> Tensor:
+    return torch.cumprod(c.ratio, 1)
+
+
+def _survival_by_alpha(c: Cells) -> Tensor:
+    """The last factor of each survival is its expectation over the token: less variance."""
+    return reached(c.ratio) * c.alpha
+
+
+LOSSES: dict[str, Loss] = {
+    "ce": Loss(lambda c: c.divergence["ce"], ("ce",)),
+    "kl": Loss(lambda c: c.divergence["kl"], ("kl",)),
+    "rkl": Loss(lambda c: c.divergence["rkl"], ("rkl",)),
+    "jsd": Loss(lambda c: c.divergence["jsd"], ("jsd",)),
+    "tv": Loss(lambda c: 1.0 - c.alpha),
+    "log_alpha": Loss(lambda c: -c.alpha.clamp(min=FLOOR).log()),
+    # KL that gives way to TV as acceptance grows (Nebius, arXiv 2602.23881).
+    "lk": Loss(lambda c: c.mix * c.divergence["kl"] + (1 - c.mix) * (1 - c.alpha), ("kl",)),
+    # DSpark, arXiv 2607.05147: |p - q|_1 = 2 TV.
+    "l1_ce": Loss(lambda c: 0.1 * c.divergence["ce"] + 1.8 * (1 - c.alpha), ("ce",)),
+    "hass": Loss(lambda c: c.divergence["kl"] + c.divergence["top_k"], ("kl", "top_k")),
+    # 1 - expected share of the draft that is accepted (end-to-end TV, Bebop, arXiv 2606.12370).
+    "expected": Loss(lambda c: 1.0 - torch.cumprod(c.alpha, 1), chained=True),
+    # Verify passes per token, 1 / tau: exactly replay's, and with the last factor averaged.
+    "replay": Loss(_survival, chained=True, passes=True),
+    "replay_alpha": Loss(_survival_by_alpha, chained=True, passes=True),
 }
 
 
 @dataclass(frozen=True)
 class Objective:
-    """loss: a key of LOSSES; decay: depth j weighs decay**j (EAGLE-3 and SpecForge use 0.8)."""
+    """loss: a key of LOSSES; weights: of the depths, which the replay losses do not read (theirs
+    follow from the text); eta: how fast LK leaves KL."""
 
     loss: str = "kl"
-    decay: float = 0.8
+    weights: DepthWeights = field(default_factory=DepthWeights)
+    eta: float = 3.0
 
-    def weights(self, exists: Tensor) -> Tensor:
-        """Weight of each cell of a (.., K) mask."""
-        depth = torch.arange(exists.shape[-1], device=exists.device)
-        return exists * self.decay**depth
+    def cell_weights(self, batch: Batch, alignment: Alignment) -> Tensor:
+        """Weights (B, A, K) known from masks; their sum is the denominator."""
+        if LOSSES[self.loss].passes:  # a token is emitted for each anchor that has a depth 0
+            one = torch.zeros_like(alignment.exists, dtype=torch.float32)
+            one[..., 0] = alignment.exists[..., 0]
+            return one
+        return self.weights.cells(batch, alignment)
 
-    def numerator(self, stats: RowStats, chunk: Chunk) -> Tensor:
-        """Weighted sum of the loss over the cells of a chunk."""
-        table = chunk.spread(LOSSES[self.loss](stats), 0.0)  # (c, K)
-        return (table * self.weights(chunk.exists)).sum()
+    def mix(self, running: Running) -> Tensor:
+        """LK's lambda (K,) = exp(-eta alpha_j), alpha measured over the last steps."""
+        return torch.exp(-self.eta * running.mean_alpha)
 
 
 def denominator(batch: Batch, depths: int, objective: Objective) -> float:
     """Sum of the weights of a batch's cells: known from masks alone, before any forward."""
-    return float(objective.weights(align(batch, depths).exists).sum())
-
-
-@dataclass
-class Sums:
-    """What a pass adds up for the log: loss numerator, and alpha and cells per depth (K,)."""
-
-    loss: float
-    alpha: Tensor
-    cells: Tensor
-
-    @classmethod
-    def zero(cls, depths: int) -> Sums:
-        return cls(0.0, torch.zeros(depths), torch.zeros(depths))
-
-    def add(self, other: Sums) -> None:
-        self.loss += other.loss
-        self.alpha += other.alpha
-        self.cells += other.cells
-
-    def reduced(self, accelerator: Accelerator) -> Sums:
-        """The sum over all processes."""
-        flat = torch.cat([torch.tensor([self.loss]), self.alpha, self.cells])
-        flat = accelerator.reduce(flat.to(accelerator.device), reduction="sum").cpu()
-        alpha, cells = flat[1:].chunk(2)
-        return Sums(flat[0].item(), alpha, cells)
+    return float(objective.cell_weights(batch, align(batch, depths)).sum())
 
 
 def backward(
-    drafter: Drafter, batch: Batch, depths: int, objective: Objective, total: float, rows: int
+    drafter: Drafter,
+    batch: Batch,
+    depths: int,
+    objective: Objective,
+    total: float,
+    rows: int,
+    running: Running | None = None,
 ) -> Sums:
     """Adds d(numerator / total) to the drafter's gradients for a batch its target has read.
 
     total: the global batch's denominator. rows: (anchor, depth) rows whose logits are alive at a
     time; gradients do not depend on it beyond rounding. Head, divergence and their gradients run
     chunk by chunk into a leaf that stands for the unroll, which is then differentiated once.
+    running: the run's measurements; None = those of a first step.
     """
     unroll = drafter.unroll(batch, depths)
     if isinstance(unroll, Guesses):
         raise TypeError(f"a drafter of family {drafter.family} has nothing to train")
+    alignment = align(batch, depths)
+    running = running or Running.start(depths)
+    loss, mix = LOSSES[objective.loss], objective.mix(running).to(batch.device)
+    weights = objective.cell_weights(batch, alignment)  # (B, A, K)
     leaf = unroll.hidden.detach().requires_grad_()
+
+    def tables() -> Iterator[tuple[Chunk, Cells]]:
+        for chunk in chunks(batch, alignment, unroll, rows):
+            yield chunk, _cells(drafter, batch, unroll, leaf, chunk, loss.needs, mix)
+
     sums = Sums.zero(depths)
-    for chunk in chunks(batch, align(batch, depths), unroll, rows):
-        stats = chunk_stats(drafter, batch, unroll, leaf, chunk)
-        value = objective.numerator(stats, chunk)
+    sums.total = float(weights.sum())
+    if loss.passes:
+        sums.loss, weights = _slopes(tables(), batch, alignment)
+    weights = weights.flatten(0, 1)
+    for chunk, cells in tables():
+        weight = weights[chunk.anchor]
+        moving = None
+        if not loss.passes:
+            moving = objective.weights.moving(cells.ratio, cells.likelihood, chunk.exists)
+        if moving is not None:
+            sums.factor += float((weight * moving).sum())
+            weight = weight * moving / running.mean_factor
+        value = (loss.table(cells) * weight).sum()
         (value / total).backward()
-        alpha = chunk.spread(stats.alpha.detach(), 0.0)
-        sums.add(Sums(value.item(), alpha.sum(0).cpu(), chunk.exists.sum(0).cpu()))
+        if not loss.passes:
+            sums.loss += value.item()
+        sums.alpha += cells.alpha.detach().sum(0).cpu()
+        sums.cells += chunk.exists.sum(0).cpu()
     if leaf.grad is not None:
         unroll.hidden.backward(leaf.grad.to(unroll.hidden.dtype))
     return sums
+
+
+def _cells(
+    drafter: Drafter,
+    batch: Batch,
+    unroll: Unroll,
+    leaf: Tensor,
+    chunk: Chunk,
+    needs: tuple[str, ...],
+    mix: Tensor,
+) -> Cells:
+    stats = chunk_stats(drafter, batch, unroll, leaf, chunk, needs)
+    alpha = chunk.spread(stats.alpha, 0.0)
+    divergence = {name: chunk.spread(v, 0.0) for name, v in stats.divergence.items()}
+    if batch.sampler.greedy:
+        return Cells(alpha, alpha, alpha, divergence, mix)
+    # Foreign text may hold tokens that p cuts; where q cuts them too the ratio is 0.
+    known = stats.logp.isfinite() | stats.logq.isfinite()
+    ratio = torch.where(known, stats.logq - stats.logp, float("-inf")).clamp(max=0.0).exp()
+    spread = chunk.spread(ratio, 0.0)
+    return Cells(alpha, spread, chunk.spread(stats.logq.exp(), 0.0), divergence, mix)
+
+
+@torch.no_grad()
+def _slopes(
+    tables: Iterator[tuple[Chunk, Cells]], batch: Batch, alignment: Alignment
+) -> tuple[float, Tensor]:
+    """Expected verify passes of the batch, and their slope (B, A, K) in each survival."""
+    survival = torch.zeros(alignment.exists.shape, dtype=torch.float64, device=batch.device)
+    flat = survival.flatten(0, 1)
+    for chunk, cells in tables:
+        flat[chunk.anchor] = _survival(cells).double()
+    count, slope = passes(survival, batch, alignment)
+    return count, slope.float()

@@ -18,6 +18,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from draftsmith.drafters.base import DrafterConfig, family
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
+from draftsmith.train.objective import LOSSES, Objective
+from draftsmith.train.weights import DepthWeights
+
+DepthKind = Literal["constant", "geometric", "exponential", "dpace", "reach"]
 
 
 def _listed(value: Any) -> Any:
@@ -47,8 +51,14 @@ class Recipe(BaseModel):
 
     depths: int = Field(default=3, ge=1)  # K: depths unrolled in training
     k: int = Field(default=4, ge=1)  # draft length at which replay tau chooses the checkpoint
-    loss: Literal["kl", "tv", "log_alpha"] = "kl"
-    decay: float = Field(default=0.8, gt=0, le=1)  # weight of depth j is decay**j
+    start: str | None = None  # a drafter folder whose weights the run starts from
+    loss: str | list[str] = "kl"  # of train/objective.py; a list is gone through as alpha_0 grows
+    switch_alpha: list[float] = Field(default_factory=list)  # alpha_0 that ends each loss but one
+    eta: float = Field(default=3.0, ge=0)  # lk: KL's share is exp(-eta * alpha)
+    depth_weights: DepthKind | list[float] = "geometric"  # a list: one weight a depth
+    decay: float = Field(default=0.8, gt=0, le=1)  # geometric: depth j weighs decay**j
+    span: float = Field(default=4.0, gt=0)  # exponential: depth j weighs exp(-j / span)
+    per: Literal["token", "sequence"] = "token"  # whether cells or texts count alike
 
     steps: int = Field(ge=1)
     length: int = Field(default=512, ge=8)  # tokens in a packed row
@@ -60,6 +70,7 @@ class Recipe(BaseModel):
     clip: float = Field(default=1.0, gt=0)
     chunk: int = Field(default=1024, ge=1)  # (anchor, depth) rows whose logits are alive at a time
     save_every: int = Field(default=100, ge=1)  # steps between checkpoints, each one replayed
+    patience: int = Field(default=0, ge=0)  # replays without a new best that end a run; 0: never
     log_every: int = Field(default=10, ge=1)
     tracker: Trackers = []  # none, wandb, tensorboard, or a list (keys: see trackers.py)
     seed: int = 0
@@ -73,6 +84,19 @@ class Recipe(BaseModel):
     @property
     def sampler(self) -> Sampler:
         return Sampler(self.temperature, self.top_k, self.top_p)
+
+    @property
+    def losses(self) -> list[str]:
+        """The curriculum: one loss, or several in their order."""
+        return [self.loss] if isinstance(self.loss, str) else self.loss
+
+    @property
+    def objectives(self) -> list[Objective]:
+        kind = self.depth_weights
+        weights = DepthWeights(
+            kind if isinstance(kind, str) else tuple(kind), self.decay, self.span, self.per
+        )
+        return [Objective(loss, weights, self.eta) for loss in self.losses]
 
     def drafter_config(self) -> DrafterConfig:
         return family(self.drafter).Config(**self.settings)
@@ -156,6 +180,40 @@ def parse(raw: dict[str, Any], where: str) -> Recipe:
         raise UserError(f"{where}: {key}: {first['msg']} (got {first['input']!r})") from None
     try:
         _ = recipe.sampler
+        _check_objective(recipe)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     return recipe
+
+
+def _check_objective(recipe: Recipe) -> None:
+    """Raises UserError for a loss, curriculum or weights that cannot be trained on."""
+    losses, thresholds, weights = recipe.losses, recipe.switch_alpha, recipe.depth_weights
+    if not losses:
+        raise UserError("loss: is an empty list; name one")
+    for loss in losses:
+        if loss not in LOSSES:
+            near = difflib.get_close_matches(loss, LOSSES, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"loss: no {loss!r}{hint} (known are {', '.join(LOSSES)})")
+    if "rkl" in losses and recipe.sampler.greedy:
+        raise UserError("loss: rkl is infinite at temperature 0; take kl, or a temperature above 0")
+    if len(thresholds) != len(losses) - 1:
+        raise UserError(
+            f"switch_alpha: {len(thresholds)} thresholds for {len(losses)} losses; give one for "
+            "each loss but the last"
+        )
+    for threshold in thresholds:
+        if not 0 < threshold < 1:
+            raise UserError(f"switch_alpha: {threshold} can never be met; alpha lies in (0, 1)")
+    if thresholds != sorted(thresholds):
+        raise UserError(f"switch_alpha: {thresholds} must ascend: alpha_0 passes them in order")
+    if isinstance(weights, list):
+        if len(weights) != recipe.depths:
+            raise UserError(
+                f"depth_weights: {len(weights)} numbers for depths: {recipe.depths}; give one each"
+            )
+        if min(weights) < 0 or not 0 < sum(weights) < float("inf"):
+            raise UserError(
+                f"depth_weights: {weights} sum to {sum(weights):g}; give numbers >= 0, one above 0"
+            )

@@ -4,7 +4,7 @@ Both get the same keys, at the run's step; runs/NAME/metrics.jsonl holds the sam
 
     train/loss            mean loss of the steps since the last line
     train/alpha_J         overlap of p and q at depth J, over all anchors (not a serving figure)
-    train/lr, train/grad_norm
+    train/lr, train/grad_norm, train/grad_norms_MODULE
     train/tokens_per_s    positions learned from
     replay/tau            tokens per verify pass on the held-out conversations, at k=replay/k
     replay/tau_ci_0, _1   its 95% interval

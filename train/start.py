@@ -1,0 +1,38 @@
+"""The drafter that a run begins with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from draftsmith.drafters import base
+from draftsmith.drafters.base import Drafter, family
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.target import Target
+from draftsmith.train.recipe import Recipe
+
+
+def fresh(recipe: Recipe, target: Target, counts: Tensor) -> Drafter:
+    """A new drafter, or the one stored in the recipe's `start`.
+
+    Raises UserError where that one is of another family, or other settings than the recipe asks.
+    """
+    config = recipe.drafter_config()
+    if recipe.start is None:
+        return family(recipe.drafter).create(target, config, counts)
+    folder = Path(recipe.start)
+    drafter = base.load(folder, target)
+    if drafter.family != recipe.drafter:
+        raise UserError(
+            f"start: {folder} holds a drafter of family {drafter.family}, the recipe asks for "
+            f"{recipe.drafter}; give one of that family"
+        )
+    stored = drafter.config.model_dump()
+    for key in sorted(config.model_fields_set):
+        if getattr(config, key) != stored[key]:
+            raise UserError(
+                f"start: {folder} was made with {key}: {stored[key]}, the recipe has "
+                f"{getattr(config, key)}; take that key out of the recipe"
+            )
+    return drafter.train()

@@ -17,6 +17,7 @@ from typing import Any
 from common import HERE, cell, data, markdown, number
 
 from draftsmith.drafters import base
+from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval.evaluate import evaluate
@@ -47,7 +48,7 @@ def main() -> None:
                     base.load(folder, target) if folder else ngram.create(target, ngram.Config())
                 )
                 return evaluate(
-                    target, drafter, prompts, Sampler(temperature), K, TOKENS, seed=SEED
+                    target, drafter, prompts, Sampler(temperature), Policy(K), TOKENS, seed=SEED
                 )
 
             report = cell(HERE / "parity" / f"{name}-t{temperature:g}.json", run, SEED)

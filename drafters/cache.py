@@ -64,8 +64,11 @@ class Slab:
                 store[layer] = like.new_zeros(B, heads, self.capacity, dim)
         slots = self.length.unsqueeze(1) + torch.arange(key.shape[2], device=self.length.device)
         slots = slots.clamp(max=self.capacity - 1)  # (B, W); padding may run past the end
-        self._put(self._keys[layer], slots, key.transpose(1, 2))
-        self._put(self._values[layer], slots, value.transpose(1, 2))
+        for kept, new in ((self._keys[layer], key), (self._values[layer], value)):
+            if len(slots) == 1:  # a third of the time that _put takes, twice a layer
+                kept.index_copy_(2, slots[0].to(kept.device), new)
+            else:
+                self._put(kept, slots, new.transpose(1, 2))
         return self._keys[layer][:, :, :view], self._values[layer][:, :, :view]
 
     def commit(self, counts: Tensor) -> None:

@@ -32,8 +32,12 @@ class TargetOutput:
 class CausalLM(nn.Module):
     """Wraps an HF model; its attention is replaced by ours, its weights are untouched.
 
+    trees: whether it is read through our attention and the slab (a `Target` finds out).
+
     Raises UserError for a model whose decoder layers or final norm cannot be found.
     """
+
+    trees = True
 
     def __init__(self, hf: Any) -> None:
         super().__init__()

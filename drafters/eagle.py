@@ -242,13 +242,7 @@ class Eagle(Drafter):
             query = attend.queries(x, position)
             node, visible = tree_seen(start, seen, view)
             visible = visible & (node != -start.unsqueeze(1)).unsqueeze(1)  # slot 0 holds no pair
-            mixed = F.scaled_dot_product_attention(
-                query,
-                attend.over_groups(key),
-                attend.over_groups(value),
-                attn_mask=visible.unsqueeze(1),
-            )
-            hidden = self._finish(residual, mixed)  # (B, W, H)
+            hidden = self._finish(residual, attend.attend(query, key, value, visible))  # (B, W, H)
             states = hidden if seen.shape[2] == W else torch.cat([states, hidden], dim=1)
             depth = seen.sum(2) - 1
             logits = self.logits(hidden.flatten(0, 1), tokens.flatten(), depth.flatten())

@@ -106,6 +106,17 @@ class SelfAttention(nn.Module):
         key = self.rope(self._split(self.k_proj(x), self.kv_heads), positions)
         return key, self._split(self.v_proj(x), self.kv_heads)
 
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        """Attention of few queries (B, heads, W, D) over keys (B, kv_heads, S, D), seen (B, W, S).
+
+        A group's queries stand side by side, so that keys and values need not be repeated.
+        """
+        groups = self.heads // self.kv_heads
+        packed = query.unflatten(1, (self.kv_heads, groups)).flatten(2, 3)  # (B, kv, groups * W, D)
+        mask = seen.repeat(1, groups, 1).unsqueeze(1)
+        mixed = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask)
+        return mixed.unflatten(2, (groups, -1)).flatten(1, 2)
+
     def over_groups(self, x: Tensor) -> Tensor:
         """Keys or values (B, kv_heads, ..) repeated to (B, heads, ..)."""
         return x.repeat_interleave(self.heads // self.kv_heads, dim=1)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from draftsmith.drafters.errors import UserError
 
+_BLOCK = 256  # tokens of the vocabulary that a draw sums up first
+
 
 @dataclass(frozen=True)
 class Sampler:
@@ -72,8 +74,8 @@ class Sampler:
 def argmax(logits: Tensor) -> Tensor:
     """Argmax over the last axis, the lowest id on ties (torch.argmax does not promise which)."""
     best = logits.amax(-1, keepdim=True)
-    ids = torch.arange(logits.shape[-1], device=logits.device)
-    return torch.where(logits == best, ids, logits.shape[-1]).amin(-1)
+    ids = torch.arange(logits.shape[-1], device=logits.device, dtype=torch.int32)
+    return torch.where(logits == best, ids, logits.shape[-1]).amin(-1).long()
 
 
 class Purpose(IntEnum):
@@ -114,11 +116,27 @@ def pick(weights: Tensor, uniform: Tensor) -> Tensor:
     """Inverse-CDF draw: index into the last axis of weights (.., V) for uniform (..).
 
     Weights need not be normalised; a token of weight 0 is never drawn. At least one weight of
-    each row must be positive.
+    each row must be positive. Two levels, so that only one block of each row is read in float64.
     """
-    mass = weights.double().cumsum(-1)  # (.., V)
+    V = weights.shape[-1]
+    whole = V - V % _BLOCK
+    sums = (
+        weights[..., :whole].unflatten(-1, (whole // _BLOCK, _BLOCK)).sum(-1, dtype=torch.float64)
+    )
+    if whole < V:
+        rest = weights[..., whole:].sum(-1, keepdim=True, dtype=torch.float64)
+        sums = torch.cat([sums, rest], dim=-1)  # (.., blocks)
+    mass = sums.cumsum(-1)
     point = uniform.unsqueeze(-1) * mass[..., -1:]
-    return torch.searchsorted(mass, point, right=True).squeeze(-1)
+    block = torch.searchsorted(mass, point, right=True).clamp(max=sums.shape[-1] - 1)  # (.., 1)
+    index = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)  # (.., _BLOCK)
+    inside = weights.gather(-1, index.clamp(max=V - 1)).double().masked_fill(index >= V, 0.0)
+    mass_inside = inside.cumsum(-1)
+    point = point - (mass - sums).gather(-1, block)
+    # Rounding may carry the point past a block that holds it.
+    point = torch.minimum(point, mass_inside[..., -1:] * (1 - 2.0**-52))
+    chosen = torch.searchsorted(mass_inside, point, right=True)
+    return (block * _BLOCK + chosen).squeeze(-1)
 
 
 # splitmix64's finaliser (Steele, Lea, Flood 2014) in wrapping int64 arithmetic.

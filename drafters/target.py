@@ -42,8 +42,6 @@ class Target(CausalLM):
     on the cache that `cache` gives, through `chain_step`, and any batch that `read` is given.
     """
 
-    trees = True
-
     def __init__(self, hf: Any, tokenizer: Any, source: Source) -> None:
         """Raises UserError for a family that no way of reading gives the right logits of."""
         reference = selftest.probe_logits(hf)

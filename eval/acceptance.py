@@ -25,15 +25,16 @@ Array = NDArray[np.float64]
 
 
 class Part(NamedTuple):
-    """One text at a draft length: its table, and what the decoder would count on it."""
+    """One text: its prompt, tokens that verify passes emit, and what the decoder counts on it."""
 
-    table: Table
+    prompt: int
+    tokens: int
     counts: Moments
 
 
-def parts_of(tables: Sequence[Table], k: int) -> list[Part]:
+def parts_of(tables: Sequence[Table], k: int, block: bool = False) -> list[Part]:
     """The moments of every text, taken once for all the groups that it stands in."""
-    return [Part(table, moments(table, k)) for table in tables]
+    return [Part(table.prompt, table.tokens, moments(table, k, block)) for table in tables]
 
 
 def acceptance(parts: Sequence[Part], k: int, seed: int = 0) -> dict[str, Any]:
@@ -41,9 +42,9 @@ def acceptance(parts: Sequence[Part], k: int, seed: int = 0) -> dict[str, Any]:
 
     reached: expected rounds that tried each depth, which is what an alpha rests on.
     """
-    worked = [part for part in parts if part.table.tokens > 0]
-    prompts = [part.table.prompt for part in worked]
-    tokens = [float(part.table.tokens) for part in worked]
+    worked = [part for part in parts if part.tokens > 0]
+    prompts = [part.prompt for part in worked]
+    tokens = [float(part.tokens) for part in worked]
     passes = [float(part.counts.mean[0]) for part in worked]
     tried = [[float(part.counts.reached[j]) for part in worked] for j in range(k)]
     taken = [[float(part.counts.survived[j]) for part in worked] for j in range(k)]
@@ -83,7 +84,7 @@ def by_domain(
     """`acceptance` of each domain's texts; domains[i] is that of prompt i."""
     groups: dict[str, list[Part]] = {}
     for part in parts:
-        groups.setdefault(domains[part.table.prompt], []).append(part)
+        groups.setdefault(domains[part.prompt], []).append(part)
     return {name: acceptance(groups[name], k, seed) for name in sorted(groups)}
 
 
@@ -96,8 +97,8 @@ def repetitive(
     """
     loops = {i for i, answer in enumerate(answers) if repeated_share(answer) > REPETITIVE}
     return {
-        "apart": acceptance([p for p in parts if p.table.prompt in loops], k, seed),
-        "others": acceptance([p for p in parts if p.table.prompt not in loops], k, seed),
+        "apart": acceptance([p for p in parts if p.prompt in loops], k, seed),
+        "others": acceptance([p for p in parts if p.prompt not in loops], k, seed),
     }
 
 

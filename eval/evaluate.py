@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from draftsmith.drafters.base import Drafter
@@ -14,12 +15,13 @@ from draftsmith.drafters.batch import Batch, batch_of
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
-from draftsmith.eval.acceptance import by_domain, parts_of, repetitive
+from draftsmith.eval.acceptance import Part, acceptance, by_domain, parts_of, repetitive
 from draftsmith.eval.decoder.loop import Clock, Decoder
 from draftsmith.eval.decoder.text import Text
-from draftsmith.eval.parity import compare, counts
+from draftsmith.eval.parity import Parity, compare, compare_trees, counts
 from draftsmith.eval.provenance import provenance
 from draftsmith.eval.replay import replay
+from draftsmith.eval.walk import walk
 
 Progress = Callable[[str, int, int], None]
 
@@ -29,7 +31,7 @@ def evaluate(
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
     sampler: Sampler,
-    k: int,
+    policy: Policy,
     max_new_tokens: int,
     *,
     seed: int = 0,
@@ -39,6 +41,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """The report (report.json's content) of a drafter on prompts given as token ids.
 
+    Drawn trees have no replay, so that `replay` and `parity` are None: their expectation given the
+    text is not known in closed form.
     domains: the prompts' categories, one each, for `by_domain`; none: it is left out.
     progress(what, prompts done, new tokens) is called as decoding goes on.
     """
@@ -58,16 +62,14 @@ def evaluate(
             report(0)
         return texts
 
-    speculative, baseline = Decoder(target, drafter, Policy(k)), Decoder(target)
+    speculative, baseline = Decoder(target, drafter, policy), Decoder(target)
     texts = decode(speculative, "speculative")
     plain = decode(baseline, "baseline")
 
-    deterministic = sampler.greedy or drafter.deterministic
+    k = policy.k
+    deterministic = sampler.greedy or drafter.deterministic or not policy.sampled
     batches = read_texts(target, drafter, texts, sampler)
-    by_k = replay(drafter, batches, k, seed)
-    parity = compare(texts, by_k[k].tables, k, deterministic)
-
-    parts = parts_of(by_k[k].tables, k)
+    found = _replayed(drafter, batches, texts, policy, deterministic, seed)
     answers = [text.tokens for text in texts]
     clock, base = speculative.clock, baseline.clock
     counted = counts(texts, k)
@@ -84,16 +86,18 @@ def evaluate(
         "drafter": {"family": drafter.family, "parameters": count_parameters(drafter)},
         "sampler": vars(sampler),
         "k": k,
+        "policy": str(policy),
         "max_new_tokens": max_new_tokens,
         "prompts": len(prompts),
-        "replay": {
-            "tau": _known(by_k[k].tau),
-            "tau_ci": [_known(end) for end in by_k[k].tau_ci],
-            "alpha": by_k[k].alpha,
-            "tau_by_k": {str(j): _known(r.tau) for j, r in by_k.items()},
+        "replay": found
+        and {
+            "tau": found.pooled["tau"],
+            "tau_ci": found.pooled["tau_ci"] or [None, None],
+            "alpha": found.pooled["alpha"],
+            "tau_by_k": found.tau_by_k,
         },
-        "by_domain": by_domain(parts, domains, k, seed) if domains else None,
-        "repetitive": repetitive(parts, answers, k, seed),
+        "by_domain": by_domain(found.parts, domains, k, seed) if found and domains else None,
+        "repetitive": found and repetitive(found.parts, answers, k, seed),
         "decode": {
             "tau": tau,
             "alpha": [a / r if r else None for a, r in zip(counted[1:], reached, strict=True)],
@@ -112,14 +116,51 @@ def evaluate(
             # Equal texts are owed only where both draw alike: greedy, or the match rule.
             "texts_equal_to_baseline": same if deterministic else None,
         },
-        "parity": parity.report(),
+        "parity": found and found.parity.report(),
         "break_even_tau": sum(per_round) / base_step if base_step else None,
-        "predicted_speedup": by_k[k].tau * base_step / sum(per_round) if clock.rounds else None,
+        "predicted_speedup": (
+            found.pooled["tau"] * base_step / sum(per_round) if found and clock.rounds else None
+        ),
         "device": str(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "seed": seed,
         **provenance(),
     }
+
+
+@dataclass
+class _Replayed:
+    """Replay of decoded texts under a policy, and its parity with what was decoded."""
+
+    parts: list[Part]
+    pooled: dict[str, Any]
+    tau_by_k: dict[str, float | None]
+    parity: Parity
+
+
+def _replayed(
+    drafter: Drafter,
+    batches: Sequence[Batch],
+    texts: Sequence[Text],
+    policy: Policy,
+    deterministic: bool,
+    seed: int,
+) -> _Replayed | None:
+    """None for a drawn tree: given its text, what it accepts is no expectation we can take."""
+    k = policy.k
+    tau_by_k: dict[str, float | None] = {}
+    if policy.is_chain:
+        by_k = replay(drafter, batches, k, seed, policy.block)
+        parts = parts_of(by_k[k].tables, k, policy.block)
+        parity = compare(texts, by_k[k].tables, k, deterministic, policy.block)
+        tau_by_k = {str(j): _known(r.tau) for j, r in by_k.items()}
+    elif policy.sampled:
+        return None
+    else:
+        walks = [found for batch in batches for found in walk(drafter, batch, policy)]
+        parts = [Part(i, found.tokens, found.counts(k)) for i, found in enumerate(walks)]
+        parity = compare_trees(texts, walks, k)
+    return _Replayed(parts, acceptance(parts, k, seed), tau_by_k, parity)
 
 
 def read_texts(

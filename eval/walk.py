@@ -7,9 +7,9 @@ proposes from its own cache, fed with the features of one teacher-forced pass; n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.batch import Batch, all_anchors, span_ends
 from draftsmith.drafters.sampling import Noise
 from draftsmith.eval.decoder.text import Round
+from draftsmith.eval.replay import Moments
 
 
 @dataclass
@@ -27,6 +28,16 @@ class Walk:
     rounds: list[Round]
     margins: list[float]
     tokens: int  # that verify passes emit
+
+    def counts(self, k: int) -> Moments:
+        """What replay's moments come to where nothing is left to chance."""
+        m = np.array([r.accepted for r in self.rounds], dtype=int).reshape(-1, 1)  # (rounds, 1)
+        tried = np.array([r.proposed for r in self.rounds], dtype=int).reshape(-1, 1)
+        depth = np.arange(k)
+        survived = (m > depth).sum(0).astype(float)
+        reached = ((m >= depth) & (tried > depth)).sum(0).astype(float)
+        mean = np.concatenate([[float(len(self.rounds))], survived])
+        return Moments(mean, np.zeros(k + 1), reached, survived)
 
 
 @dataclass
@@ -108,16 +119,3 @@ def walk(drafter: Drafter, batch: Batch, policy: Policy) -> list[Walk]:
         feed(anchor + 1, counts)
         anchor = anchor + counts
     return walks
-
-
-def pooled_tau(walks: Sequence[Walk]) -> float:
-    """All tokens that verify passes emit, by all verify passes."""
-    passes = sum(len(w.rounds) for w in walks)
-    return sum(w.tokens for w in walks) / passes if passes else float("nan")
-
-
-def alphas(walks: Sequence[Walk], k: int) -> list[float | None]:
-    """Chance of depth j = 0.. k-1 given that the depths before it were accepted."""
-    rounds = [r for w in walks for r in w.rounds]
-    reached = [sum(r.proposed > j and r.accepted >= j for r in rounds) for j in range(k)]
-    return [sum(r.accepted > j for r in rounds) / n if n else None for j, n in enumerate(reached)]

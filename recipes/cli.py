@@ -5,15 +5,12 @@ A user's mistake is one line on stderr and exit code 2, before any compute is sp
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from draftsmith.drafters.errors import UserError
@@ -139,68 +136,29 @@ def evaluate(
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
-    k: Annotated[int, typer.Option(help="Draft length.")] = 4,
+    k: Annotated[int, typer.Option(help="Draft length; of a tree its depth.")] = 4,
+    tree: Annotated[
+        int | None, typer.Option(help="Draft a dynamic tree of at most this many tokens.")
+    ] = None,
+    branch: Annotated[int, typer.Option(help="With --tree: nodes expanded at each depth.")] = 10,
+    block: Annotated[
+        bool, typer.Option("--block", help="Judge sampled chains by block verification.")
+    ] = False,
     max_new_tokens: Annotated[int, typer.Option()] = 64,
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends a text.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for report.json.")] = None,
     seed: Seed = 0,
 ) -> None:
     """Decodes prompts with a drafter: acceptance by replay and decode, parity, speed."""
-    import torch
-
-    from draftsmith.drafters import base
-    from draftsmith.drafters.base import Policy
     from draftsmith.drafters.sampling import Sampler
-    from draftsmith.drafters.target import Target
-    from draftsmith.eval.evaluate import evaluate as run
-    from draftsmith.train.prompts import encode, product_prompts
-    from draftsmith.train.suites import read_suite, spread
+    from draftsmith.recipes.evaluate import Settings, policy
+    from draftsmith.recipes.evaluate import evaluate as run
 
-    sampler = Sampler(temperature, top_k, top_p)
-    Policy(k)
-    if max_new_tokens < 1:
-        raise UserError(f"--max-new-tokens: {max_new_tokens} leaves nothing to write; use >= 1")
-    asked = spread(read_suite(prompts) if prompts else product_prompts("heldout"), limit)
-    folder = Path(checkpoint)
-    about = None if checkpoint == "ngram" else base.read_config(folder)
-    spec = target or (about["target"].get("spec") if about else None) or "smollm2"
-    settings = {
-        "checkpoint": checkpoint,
-        "target": spec,
-        "sampler": vars(sampler),
-        "k": k,
-        "max_new_tokens": max_new_tokens,
-        "stop": stop or [],
-        "seed": seed,
-        "prompts_hash": hashlib.sha256(" ".join(p.key for p in asked).encode()).hexdigest()[:16],
-    }
-    if output is not None:
-        _claim(output, settings)
-    loaded = Target.load(spec, dtype=torch.float32)  # parity is defined in fp32
-    if about is None:
-        ngram = base.family("ngram")
-        drafter = ngram.create(loaded, ngram.Config())
-    else:
-        drafter = base.load(folder, loaded)
-    ids = encode(asked, loaded)
-    longest = max(map(len, ids))
-    if longest + max_new_tokens > loaded.max_positions:
-        raise UserError(
-            f"--max-new-tokens: {max_new_tokens} after a prompt of {longest} tokens exceed the "
-            f"target's {loaded.max_positions} positions; lower it"
-        )
-    with _DecodeProgress(len(ids)) as progress:
-        report = run(
-            loaded, drafter, ids, sampler, k, max_new_tokens,
-            seed=seed, stop=stop or (), domains=[p.domain for p in asked],
-            progress=progress.update,
-        )  # fmt: skip
-    report["settings"] = settings
-    _print(report, Console())
-    if output is not None:
-        (output / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-        print(f"written: {output / 'report.json'}")
-    if not report["parity"]["holds"]:
+    sampler, drafting = Sampler(temperature, top_k, top_p), policy(k, tree, branch, block)
+    settings = Settings(
+        checkpoint, target, prompts, limit, sampler, drafting, max_new_tokens, stop or [], seed
+    )
+    if not run(settings, output):
         print("error: decoder and replay disagree; this is a bug in draftsmith", file=sys.stderr)
         raise typer.Exit(1)
 
@@ -209,9 +167,7 @@ def evaluate(
 def report(
     run: Annotated[Path, typer.Argument(help="A run's folder, as `draftsmith train` made it.")],
     target: Annotated[str | None, typer.Option(help="Default: the run's own.")] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(help="JSON/JSONL; default: our held-out ones.")
-    ] = None,
+    prompts: Annotated[str | None, typer.Option(help=SUITE)] = None,
     limit: Annotated[int, typer.Option(min=1, help="At most this many, from all domains.")] = 32,
     decode_limit: Annotated[int, typer.Option(min=1, help="How many of them to decode.")] = 16,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 128,
@@ -229,133 +185,6 @@ def report(
     if not all(decoded["parity"]["holds"] for decoded in found["decode"].values()):
         print("error: decoder and replay disagree; this is a bug in draftsmith", file=sys.stderr)
         raise typer.Exit(1)
-
-
-def _claim(output: Path, settings: dict[str, Any]) -> None:
-    """Makes the report's folder. Raises UserError if it holds another run, or is unwritable."""
-    path = output / "report.json"
-    if path.is_file():
-        try:
-            before = json.loads(path.read_text()).get("settings")
-        except (json.JSONDecodeError, AttributeError):
-            before = None
-        if before != settings:
-            raise UserError(f"{output}: holds the report of another run; give another --output")
-        return
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        if any(output.iterdir()):
-            raise UserError(f"{output}: not empty, and no report of ours; give another --output")
-        (output / ".probe").touch()
-        (output / ".probe").unlink()
-    except OSError as error:
-        raise UserError(
-            f"{output}: cannot be written ({error.strerror}); give another --output"
-        ) from None
-
-
-class _DecodeProgress(Progress):
-    """Prompts done and new tokens, for the speculative and the baseline pass."""
-
-    def __init__(self, prompts: int) -> None:
-        super().__init__(
-            TextColumn("{task.description:>12}"),
-            BarColumn(),
-            TextColumn("{task.completed}/{task.total} prompts, {task.fields[written]} tokens"),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-        )
-        self.prompts = prompts
-        self.ids: dict[str, Any] = {}
-        self.written: dict[str, int] = {}
-
-    def update(self, what: str, done: int, new: int) -> None:  # type: ignore[override]
-        if what not in self.ids:
-            self.ids[what] = self.add_task(what, total=self.prompts, written=0)
-            self.written[what] = 0
-        self.written[what] += new
-        super().update(self.ids[what], completed=done, written=self.written[what])
-
-
-def _print(report: dict[str, Any], console: Console) -> None:
-    """The report as one table."""
-    replay, decode, parity = report["replay"], report["decode"], report["parity"]
-
-    def number(value: float | None, digits: int = 3) -> str:
-        return "-" if value is None else f"{value:.{digits}f}"
-
-    sampler = report["sampler"]
-    title = (
-        f"{report['drafter']['family']} ({report['drafter']['parameters']:,} parameters) for "
-        f"{report['target']['spec']}, temperature {sampler['temperature']}, k={report['k']}, "
-        f"{report['prompts']} prompts, {decode['tokens']} tokens"
-    )
-    table = Table(title=title, title_justify="left")
-    for name in ("", "replay", "decode", "z"):
-        table.add_column(name, justify="left" if not name else "right")
-    low, high = replay["tau_ci"]
-    table.add_row(
-        "tau",
-        f"{number(replay['tau'])} [{number(low)}, {number(high)}]",
-        number(decode["tau"]),
-        "",
-    )
-    table.add_row(
-        "verify passes",
-        number(parity["expected"], 2),
-        str(decode["passes"]),
-        number(parity["z"], 2),
-    )
-    for j, alpha in enumerate(replay["alpha"]):
-        table.add_row(
-            f"alpha_{j}",
-            number(alpha),
-            number(decode["alpha"][j]),
-            number(parity["z_per_depth"][j], 2),
-        )
-    console.print(table)
-    _print_domains(report, console)
-    by_k = "  ".join(f"{k}: {number(tau)}" for k, tau in replay["tau_by_k"].items())
-    console.print(f"tau by k (replay)  {by_k}")
-    console.print(
-        f"speed  {number(decode['tokens_per_s'], 2)} tokens/s against "
-        f"{number(decode['baseline_tokens_per_s'], 2)}: {number(decode['speedup'], 2)}x measured, "
-        f"{number(report['predicted_speedup'], 2)}x predicted; a round is "
-        f"{number(decode['draft_ms'], 1)} ms draft, {number(decode['verify_ms'], 1)} ms verify, "
-        f"{number(decode['host_ms'], 1)} ms host; a baseline step "
-        f"{number(decode['baseline_step_ms'], 1)} ms"
-    )
-    if parity["z_local"] is not None:
-        console.print(f"z over single tries  {parity['z_local']:.2f}")
-    verdict = "holds" if parity["holds"] else "BROKEN"
-    how = "integers equal" if parity["deterministic"] else "|z| < 3.5"
-    console.print(f"parity {verdict} ({how}); {len(parity['ties'])} fp32 ties")
-    for split in parity["ties"] + parity["splits"]:
-        console.print(f"  prompt {split['prompt']}: split at anchor {split['anchor']}, depth "
-                      f"{split['depth']}, top-2 gap {split['gap']:.2g}")  # fmt: skip
-
-
-def _print_domains(report: dict[str, Any], console: Console) -> None:
-    """tau and alpha_0 by category of the prompts, texts that repeat themselves apart."""
-    rows = dict(report["by_domain"])
-    if report["repetitive"]["apart"]["texts"]:
-        rows["(repetitive texts)"] = report["repetitive"]["apart"]
-        rows["(all others)"] = report["repetitive"]["others"]
-    if len(rows) < 2:
-        return
-    table = Table()
-    for name in ("replay by domain", "texts", "tau", "alpha_0"):
-        table.add_column(name, justify="left" if name == "replay by domain" else "right")
-    for name, row in rows.items():
-        tau, alpha = row["tau"], row["alpha"][0]
-        ends = "" if tau is None else f" [{row['tau_ci'][0]:.3f}, {row['tau_ci'][1]:.3f}]"
-        table.add_row(
-            name,
-            str(row["texts"]),
-            "-" if tau is None else f"{tau:.3f}{ends}",
-            "-" if alpha is None else f"{alpha:.3f}",
-        )
-    console.print(table)
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ from rich.table import Table
 
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval.evaluate import evaluate
@@ -156,8 +157,8 @@ def _decoded(folder: Path, name: str, target: Target, demo: Demo) -> dict[str, A
             line.count()
 
     found = evaluate(
-        target, _drafter(folder, name, target), prompts, Sampler(demo.temperature), demo.k,
-        demo.decode_tokens, progress=progress,
+        target, _drafter(folder, name, target), prompts, Sampler(demo.temperature),
+        Policy(demo.k), demo.decode_tokens, progress=progress,
     )  # fmt: skip
     path.parent.mkdir(exist_ok=True)
     checkpoint.write(path, json.dumps(found, indent=1) + "\n")
@@ -198,11 +199,8 @@ def _report(
 
 
 def _row(found: dict[str, Any]) -> dict[str, float | None]:
-    """One drafter's figures. break_even_tau: the tau at which drafting is as fast as not drafting,
-    a round's time over the baseline's step."""
+    """One drafter's figures."""
     decode, replay = found["decode"], found["replay"]
-    step = decode["baseline_step_ms"]
-    spent = decode["draft_ms"] + decode["verify_ms"] + decode["host_ms"]
     return {
         "tau_replay": replay["tau"],
         "tau_decode": decode["tau"],
@@ -210,7 +208,7 @@ def _row(found: dict[str, Any]) -> dict[str, float | None]:
         "tokens_per_s": decode["tokens_per_s"],
         "speedup": decode["speedup"],
         "predicted_speedup": found["predicted_speedup"],
-        "break_even_tau": spent / step if step else None,
+        "break_even_tau": found["break_even_tau"],
     }
 
 

@@ -24,6 +24,7 @@ from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval import report as pages
@@ -36,10 +37,11 @@ from draftsmith.eval.sample_text import sample_text
 from draftsmith.eval.speed import Costs
 from draftsmith.train import checkpoint
 from draftsmith.train import recipe as recipes
-from draftsmith.train.heldout import HeldOut, also_trained_on, answered, slug, spread
+from draftsmith.train.heldout import HeldOut, also_trained_on, answered, slug
 from draftsmith.train.progress import CountLine
-from draftsmith.train.prompts import product_prompts, read_prompts
+from draftsmith.train.prompts import product_prompts
 from draftsmith.train.recipe import Recipe
+from draftsmith.train.suites import read_suite, spread
 
 FOLDER = "report"
 
@@ -52,7 +54,7 @@ class Settings:
     """
 
     target: str | None = None
-    prompts: Path | None = None
+    prompts: str | None = None  # a file, a folder or a hub name
     limit: int = 32
     decode_limit: int = 16
     max_new_tokens: int = 128
@@ -68,7 +70,7 @@ def report(run: Path, settings: Settings) -> dict[str, Any]:
     recipe, steps = read_run(run)
     k = settings.k or recipe.k
     samplers = {pages.label(s): s for s in (Sampler(0.0), Sampler(1.0), recipe.sampler)}
-    found = read_prompts(settings.prompts) if settings.prompts else product_prompts("heldout")
+    found = read_suite(settings.prompts) if settings.prompts else product_prompts("heldout")
     prompts = spread(found, settings.limit)
     about = {step: base.read_config(run / f"checkpoint-{step}") for step in steps}
     weights = {step: _hash(run / f"checkpoint-{step}" / "model.safetensors") for step in steps}
@@ -109,7 +111,7 @@ def report(run: Path, settings: Settings) -> dict[str, Any]:
             "heldout": {
                 "prompts": len(prompts),
                 "max_new_tokens": settings.max_new_tokens,
-                "source": settings.prompts.name if settings.prompts else "draftsmith's own",
+                "source": Path(settings.prompts).name if settings.prompts else "draftsmith's own",
                 "seed": settings.seed,
                 "also_trained_on": also_trained_on(_samples(run, recipe), prompts, target),
                 "content_hash": {name: held.content_hash for name, held in sets.items()},
@@ -236,7 +238,7 @@ def _decoded(
                 line.count()
 
         found = evaluate(
-            target, drafter, prompts, held.sampler, k, settings.max_new_tokens,
+            target, drafter, prompts, held.sampler, Policy(k), settings.max_new_tokens,
             seed=settings.seed, progress=progress,
         )  # fmt: skip
         middle = sorted(prompts, key=len)[len(prompts) // 2]

@@ -40,9 +40,10 @@ from draftsmith.recipes import cli
 from draftsmith.recipes import report as recipe_report
 from draftsmith.recipes.report import Settings
 from draftsmith.train import __main__ as train
-from draftsmith.train.heldout import also_trained_on, spread
+from draftsmith.train.heldout import also_trained_on
 from draftsmith.train.prompts import Prompt, asked, encode, read_prompts
 from draftsmith.train.samples import Samples, import_answers
+from draftsmith.train.suites import spread
 from training import World
 
 K = 3
@@ -206,7 +207,7 @@ def test_evaluate_tells_domains_apart(run: Path, report: dict[str, Any]) -> None
     target = Target.load(str(run.parents[1] / "target"))
     drafter = base.load(run / "best", target)
     names = ["b", "a", "b", "b"]
-    found = evaluate(target, drafter, tiny.prompts(4), Sampler(0.0), K, 12, domains=names)
+    found = evaluate(target, drafter, tiny.prompts(4), Sampler(0.0), Policy(K), 12, domains=names)
     told = found["by_domain"]
     assert [(name, row["texts"]) for name, row in told.items()] == [("a", 1), ("b", 3)]
     pairs = found["decode"]["by_prompt"]

@@ -24,8 +24,11 @@ from draftsmith.train.checkpoint import read_metrics
 from training import World
 
 DEPTHS, K = 2, 3
+MODULES = ("fc", "input_layernorm", "hidden_norm", "self_attn", "post_attention_layernorm", "mlp")
+MODULES += ("norm", "lm_head")
 KEYS = {
-    "train": {"loss", "lr", "grad_norm", "tokens_per_s", "step", "tokens", "alpha_0", "alpha_1"},
+    "train": {"loss", "lr", "grad_norm", "tokens_per_s", "step", "tokens", "alpha_0", "alpha_1"}
+    | {f"grad_norms_{module}" for module in MODULES},
     "replay": {"tau", "tau_ci_0", "tau_ci_1", "tau_by_k_1", "tau_by_k_2", "tau_by_k_3", "k"}
     | {"alpha_0", "alpha_1", "alpha_2", "seconds", "biased", "step", "tokens"},
 }
@@ -46,7 +49,8 @@ def documented() -> set[str]:
     for kind, name in re.findall(r"\b(train|replay|KIND)/(\w+)", trackers.__doc__ or ""):
         kinds = ("train", "replay") if kind == "KIND" else (kind,)
         for one in kinds:
-            spots = {"alpha_J": range(DEPTHS if one == "train" else K), "tau_by_k_K": range(1, 4)}
+            depths = range(DEPTHS if one == "train" else K)
+            spots = {"alpha_J": depths, "tau_by_k_K": range(1, 4), "grad_norms_MODULE": MODULES}
             stem = name.rpartition("_")[0]
             found |= {f"{one}/{stem}_{j}" for j in spots.get(name, ())} or {f"{one}/{name}"}
     return found | {"replay/tau_ci_1"}

@@ -29,16 +29,6 @@ class HeldOut:
     content_hash: str
 
 
-def spread(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
-    """At most `limit` prompts, in turn from each domain: files list one domain after another."""
-    queues: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        queues.setdefault(prompt.domain, []).append(prompt)
-    longest = max(map(len, queues.values()))
-    turns = [q[i] for i in range(longest) for q in queues.values() if i < len(q)]
-    return turns[:limit]
-
-
 def answered(
     folder: Path,
     target: Target,

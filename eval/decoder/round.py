@@ -137,7 +137,8 @@ class Rounds:
         if result.path is not None:
             assert isinstance(self.slab, Slab)  # the decoder gives no other cache a tree
             path = result.path[:, : self.policy.k + 1]  # (B, k + 1)
-            self.slab.gather(self.slab.length, path)
+            if not self._in_place(path):
+                self.slab.gather(self.slab.length, path)
             tokens = tokens.gather(1, path)
             features = {
                 name: of.gather(1, path.unsqueeze(2).expand(-1, -1, of.shape[2]))
@@ -152,6 +153,13 @@ class Rounds:
         self.report = torch.cat([heads, tokens], dim=1)
         self._hand_on(Known(tokens, features, counts))
         return self.report
+
+    def _in_place(self, path: Tensor) -> bool:
+        """Whether a tree's path (B, D) lies where it belongs already; asked where that is free."""
+        if self.fixed or path.device.type != "cpu":
+            return False
+        place = torch.arange(path.shape[1])
+        return bool(((path == place) | (path == 0)).all())
 
     def _judge(self) -> accept.Accepted:
         tokens, parents = self.proposal.tokens, self.proposal.parents

@@ -1,0 +1,230 @@
+"""draftsmith eval CHECKPOINT: one drafter decoded, replayed, timed; a table, and report.json."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from draftsmith.drafters import base
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.policy import Policy, Tree
+from draftsmith.drafters.sampling import Sampler
+from draftsmith.drafters.target import Target
+from draftsmith.eval.evaluate import evaluate as measure
+from draftsmith.train.prompts import encode, product_prompts
+from draftsmith.train.suites import read_suite, spread
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the figures. checkpoint: a folder, or ngram. target None: the drafter's own."""
+
+    checkpoint: str
+    target: str | None
+    prompts: str | None
+    limit: int
+    sampler: Sampler
+    policy: Policy
+    max_new_tokens: int
+    stop: list[str]
+    seed: int
+
+
+def policy(k: int, tree: int | None, branch: int, block: bool) -> Policy:
+    """The policy that the command line names. Raises UserError for one that makes no sense."""
+    if tree is None:
+        return Policy(k, block)
+    if block:
+        raise UserError("--block: judges chains; leave --tree out")
+    return Tree(k, budget=tree, branch=branch)
+
+
+def evaluate(settings: Settings, output: Path | None) -> bool:
+    """Prints the report and writes it into `output`; whether parity holds.
+
+    Raises UserError before any model is loaded where that can be told.
+    """
+    if settings.max_new_tokens < 1:
+        raise UserError(
+            f"--max-new-tokens: {settings.max_new_tokens} leaves nothing to write; use >= 1"
+        )
+    suite = read_suite(settings.prompts) if settings.prompts else product_prompts("heldout")
+    asked = spread(suite, settings.limit)
+    folder = Path(settings.checkpoint)
+    about = None if settings.checkpoint == "ngram" else base.read_config(folder)
+    spec = settings.target or (about["target"].get("spec") if about else None) or "smollm2"
+    record = {
+        "checkpoint": settings.checkpoint,
+        "target": spec,
+        "sampler": vars(settings.sampler),
+        "policy": str(settings.policy),
+        "max_new_tokens": settings.max_new_tokens,
+        "stop": settings.stop,
+        "seed": settings.seed,
+        "prompts_hash": hashlib.sha256(" ".join(p.key for p in asked).encode()).hexdigest()[:16],
+    }
+    if output is not None:
+        _claim(output, record)
+    target = Target.load(spec, dtype=torch.float32)  # parity is defined in fp32
+    if about is None:
+        ngram = base.family("ngram")
+        drafter = ngram.create(target, ngram.Config())
+    else:
+        drafter = base.load(folder, target)
+    drafter.check(settings.policy)
+    ids = encode(asked, target)
+    longest = max(map(len, ids))
+    if longest + settings.max_new_tokens > target.max_positions:
+        raise UserError(
+            f"--max-new-tokens: {settings.max_new_tokens} after a prompt of {longest} tokens "
+            f"exceed the target's {target.max_positions} positions; lower it"
+        )
+    with _DecodeProgress(len(ids)) as progress:
+        report = measure(
+            target, drafter, ids, settings.sampler, settings.policy, settings.max_new_tokens,
+            seed=settings.seed, stop=settings.stop, domains=[p.domain for p in asked],
+            progress=progress.update,
+        )  # fmt: skip
+    report["settings"] = record
+    _print(report, Console())
+    if output is not None:
+        (output / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+        print(f"written: {output / 'report.json'}")
+    return report["parity"]["holds"]
+
+
+def _claim(output: Path, settings: dict[str, Any]) -> None:
+    """Makes the report's folder. Raises UserError if it holds another run, or is unwritable."""
+    path = output / "report.json"
+    if path.is_file():
+        try:
+            before = json.loads(path.read_text()).get("settings")
+        except (json.JSONDecodeError, AttributeError):
+            before = None
+        if before != settings:
+            raise UserError(f"{output}: holds the report of another run; give another --output")
+        return
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        if any(output.iterdir()):
+            raise UserError(f"{output}: not empty, and no report of ours; give another --output")
+        (output / ".probe").touch()
+        (output / ".probe").unlink()
+    except OSError as error:
+        raise UserError(
+            f"{output}: cannot be written ({error.strerror}); give another --output"
+        ) from None
+
+
+class _DecodeProgress(Progress):
+    """Prompts done and new tokens, for the speculative and the baseline pass."""
+
+    def __init__(self, prompts: int) -> None:
+        super().__init__(
+            TextColumn("{task.description:>12}"),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total} prompts, {task.fields[written]} tokens"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+        )
+        self.prompts = prompts
+        self.ids: dict[str, Any] = {}
+        self.written: dict[str, int] = {}
+
+    def update(self, what: str, done: int, new: int) -> None:  # type: ignore[override]
+        if what not in self.ids:
+            self.ids[what] = self.add_task(what, total=self.prompts, written=0)
+            self.written[what] = 0
+        self.written[what] += new
+        super().update(self.ids[what], completed=done, written=self.written[what])
+
+
+def _print(report: dict[str, Any], console: Console) -> None:
+    """The report as one table."""
+    replay, decode, parity = report["replay"], report["decode"], report["parity"]
+
+    def number(value: float | None, digits: int = 3) -> str:
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    sampler = report["sampler"]
+    title = (
+        f"{report['drafter']['family']} ({report['drafter']['parameters']:,} parameters) for "
+        f"{report['target']['spec']}, temperature {sampler['temperature']}, {report['policy']}, "
+        f"{report['prompts']} prompts, {decode['tokens']} tokens"
+    )
+    table = Table(title=title, title_justify="left")
+    for name in ("", "replay", "decode", "z"):
+        table.add_column(name, justify="left" if not name else "right")
+    low, high = replay["tau_ci"]
+    table.add_row(
+        "tau",
+        f"{number(replay['tau'])} [{number(low)}, {number(high)}]",
+        number(decode["tau"]),
+        "",
+    )
+    table.add_row(
+        "verify passes",
+        number(parity["expected"], 2),
+        str(decode["passes"]),
+        number(parity["z"], 2),
+    )
+    for j, alpha in enumerate(replay["alpha"]):
+        table.add_row(
+            f"alpha_{j}",
+            number(alpha),
+            number(decode["alpha"][j]),
+            number(parity["z_per_depth"][j], 2),
+        )
+    console.print(table)
+    _print_domains(report, console)
+    if replay["tau_by_k"]:
+        by_k = "  ".join(f"{k}: {number(tau)}" for k, tau in replay["tau_by_k"].items())
+        console.print(f"tau by k (replay)  {by_k}")
+    console.print(
+        f"speed  {number(decode['tokens_per_s'], 2)} tokens/s against "
+        f"{number(decode['baseline_tokens_per_s'], 2)}: {number(decode['speedup'], 2)}x measured, "
+        f"{number(report['predicted_speedup'], 2)}x predicted; tau must reach "
+        f"{number(report['break_even_tau'], 2)} to break even; a round is "
+        f"{number(decode['draft_ms'], 1)} ms draft, {number(decode['verify_ms'], 1)} ms verify, "
+        f"{number(decode['host_ms'], 1)} ms host; a baseline step "
+        f"{number(decode['baseline_step_ms'], 1)} ms"
+    )
+    if parity["z_local"] is not None:
+        console.print(f"z over single tries  {parity['z_local']:.2f}")
+    verdict = "holds" if parity["holds"] else "BROKEN"
+    how = "integers equal" if parity["deterministic"] else "|z| < 3.5"
+    console.print(f"parity {verdict} ({how}); {len(parity['ties'])} fp32 ties")
+    for split in parity["ties"] + parity["splits"]:
+        console.print(f"  prompt {split['prompt']}: split at anchor {split['anchor']}, depth "
+                      f"{split['depth']}, top-2 gap {split['gap']:.2g}")  # fmt: skip
+
+
+def _print_domains(report: dict[str, Any], console: Console) -> None:
+    """tau and alpha_0 by category of the prompts, texts that repeat themselves apart."""
+    rows = dict(report["by_domain"])
+    if report["repetitive"]["apart"]["texts"]:
+        rows["(repetitive texts)"] = report["repetitive"]["apart"]
+        rows["(all others)"] = report["repetitive"]["others"]
+    if len(rows) < 2:
+        return
+    table = Table()
+    for name in ("replay by domain", "texts", "tau", "alpha_0"):
+        table.add_column(name, justify="left" if name == "replay by domain" else "right")
+    for name, row in rows.items():
+        tau, alpha = row["tau"], row["alpha"][0]
+        ends = "" if tau is None else f" [{row['tau_ci'][0]:.3f}, {row['tau_ci'][1]:.3f}]"
+        table.add_row(
+            name,
+            str(row["texts"]),
+            "-" if tau is None else f"{tau:.3f}{ends}",
+            "-" if alpha is None else f"{alpha:.3f}",
+        )
+    console.print(table)

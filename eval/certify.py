@@ -231,7 +231,8 @@ def _own_text(
     At temperature 0 against `generate`. Above, against plain sampling with the same noise: token by
     token each must be what its place's own noise picks from transformers' law after all before it.
     """
-    ties, wrong = [], []
+    ties: list[str] = []
+    wrong: list[str] = []
     for row, text in zip(rows, texts, strict=True):
         if sampler.greedy:
             at = divergence(text.tokens, subject.generated(row))
@@ -297,6 +298,13 @@ def end_tokens(target: Target, ids: list[int]) -> Iterator[None]:
         config.eos_token_id = before
 
 
+def _inside(text: Text) -> list[int]:
+    """Places in text.tokens of accepted drafts, which more of their own round follows."""
+    first = len(text.prompt)
+    places = [r.anchor + 2 + j - first for r in text.rounds for j in range(r.accepted)]
+    return [i for i in places if i + 1 < len(text.tokens)]
+
+
 def _ends_inside(subject: Subject, drafter: Drafter) -> Outcome:
     """An accepted draft becomes an end token: nothing after it may be kept."""
     tried = []
@@ -306,12 +314,11 @@ def _ends_inside(subject: Subject, drafter: Drafter) -> Outcome:
             (
                 (row, i)
                 for row, text in enumerate(texts)
-                for r in text.rounds
-                for i in range(r.anchor + 2 - len(text.prompt), r.anchor + 2 + r.accepted - len(text.prompt))
-                if i + 1 < len(text.tokens) and text.tokens[i] not in text.tokens[:i]
+                for i in _inside(text)
+                if text.tokens[i] not in text.tokens[:i]
             ),
             None,
-        )  # fmt: skip
+        )
         if found is None:
             return False, f"{policy}: no text has a token that first comes inside a block"
         row, i = found

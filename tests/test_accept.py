@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.drafters.policy import StaticTree
-from draftsmith.drafters.sampling import Noise
+from draftsmith.drafters.sampling import Noise, Purpose, pick
 from draftsmith.eval.decoder import accept
 from draftsmith.eval.decoder.accept import Accepted, KeyedDraws
 from draftsmith.eval.enumeration import (
@@ -33,6 +33,7 @@ from draftsmith.eval.rulebook import (
     rule_errors,
     wrong_rule_errors,
 )
+from exact import chi_square
 
 EXACT = 1e-12
 RULES = {"chain": accept.chain, "block": accept.block}
@@ -161,6 +162,50 @@ def test_rounds_of_blocks_keep_the_law() -> None:
     p, q = random_laws(2, 9, 5, 0.4), random_laws(2, 8, 6, 0.4)
     joint = over_rounds(accept.block, p, q, K=2, tokens=7)
     torch.testing.assert_close(joint, continued(p[:7], ()), atol=EXACT, rtol=0)
+
+
+def played(rule: str) -> float:
+    """p-value of four tokens, which keyed rounds of two drafts wrote one after another."""
+    rows, V, k = 60_000, 3, 2
+    p, q = random_laws(V, 2, 1)[1], random_laws(V, 2, 2)[1]  # (V, V): laws after each token
+    ids = torch.arange(rows)
+    position, text = torch.zeros_like(ids), torch.zeros(rows, 13, dtype=torch.long)
+    for turn in range(4):
+        noise = Noise(0, ids, torch.full_like(ids, turn))
+        tokens = [text[ids, position]]
+        for j in range(k):
+            uniform = noise.uniform(Purpose.DRAFT, position + 1 + j, j)
+            tokens.append(pick(q[tokens[-1]], uniform))
+        path = torch.stack(tokens, dim=1)
+        draws = KeyedDraws(noise, position)
+        result = RULES[rule](path[:, 1:], 1 + k + 0 * ids, p[path], q[path[:, :-1]], draws)
+        for j in range(k):
+            text[ids, position + 1 + j] = path[:, 1 + j]
+        position = position + 1 + result.count
+        text[ids, position] = result.token
+    code = sum(text[:, 1 + i] * V ** (3 - i) for i in range(4))
+    law = continued([p[0], p, *(p.expand(*(V,) * j, V, V) for j in (1, 2))], ())
+    return chi_square(torch.bincount(code, minlength=V**4).tolist(), law.flatten().tolist())
+
+
+UNIFORM = Noise.uniform
+
+
+def by_position(self: Noise, purpose: Purpose, position: Tensor, node: int) -> Tensor:
+    """A position draws the same number in every round that comes by."""
+    return UNIFORM(Noise(self.seed, self.rows, 0 * self.round), purpose, position, node)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_keyed_rounds_keep_the_law(rule: str) -> None:
+    """Rounds meet the same positions again, under other numbers."""
+    assert played(rule) > 1e-3
+
+
+def test_noise_by_position_alone_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that was refused at a place says something of the coin there."""
+    monkeypatch.setattr(Noise, "uniform", by_position)
+    assert played("block") < 1e-6
 
 
 @pytest.mark.parametrize("rule", RULES)

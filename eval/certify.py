@@ -130,7 +130,7 @@ def certify(subject: Subject, begin: Callable[[str], None] = lambda name: None) 
 
     The last one turns `subject.theirs` into bf16.
     """
-    steps = [*_rule_steps(), *_text_steps(subject), *_parity_steps(subject)]
+    steps = [*rule_steps(), *text_steps(subject), *parity_steps(subject)]
     steps.append(("bf16: texts differ only where tokens tie", lambda: _half_precision(subject)))
     for name, step in steps:
         begin(name)
@@ -147,7 +147,7 @@ def certificate(checks: Sequence[Check]) -> dict[str, Any]:
 Steps = Iterator[tuple[str, Callable[[], Outcome]]]
 
 
-def _rule_steps() -> Steps:
+def rule_steps() -> Steps:
     """Enumeration runs as the generators are drawn from, one check at a time."""
 
     def bounded(found: Iterator[tuple[str, float]], exact: bool) -> Outcome:
@@ -160,7 +160,8 @@ def _rule_steps() -> Steps:
     yield "wrong rules are caught", lambda: bounded(wrong_rule_errors(), False)
 
 
-def _text_steps(subject: Subject) -> Steps:
+def text_steps(subject: Subject) -> Steps:
+    """Texts against transformers' own: no drafting, chains and trees, batch 1 and all prompts."""
     rehearsed: dict[Sampler, Drafter] = {}
 
     def knowing(sampler: Sampler) -> Drafter:
@@ -335,7 +336,7 @@ def _ends_inside(subject: Subject, drafter: Drafter) -> Outcome:
     return True, "; ".join(tried)
 
 
-def _parity_steps(subject: Subject) -> Steps:
+def parity_steps(subject: Subject) -> Steps:
     """Counted against replayed, for every drafter, rule and temperature it can have."""
     for name, drafter in subject.drafters.items():
         for policy in policies(drafter):

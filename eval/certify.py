@@ -53,7 +53,7 @@ class Subject:
     """What is certified: a target, drafters by name, and prompts of uneven length (token ids).
 
     theirs: the target's weights in a transformers model that draftsmith never touched, in fp32 on
-    the same device.
+    the same device. Texts run to `tokens` tokens: no end token cuts them short but a planted one.
     """
 
     target: Target
@@ -65,23 +65,23 @@ class Subject:
     _generated: dict[int, list[int]] = field(default_factory=dict)
 
     @torch.no_grad()
-    def generate(self, row: int, eos: Sequence[int]) -> list[int]:
-        """The greedy answer to a prompt by transformers' own generate."""
+    def generate(self, row: int, eos: int = -1) -> list[int]:
+        """The greedy answer to a prompt by transformers' own generate; eos -1 never comes."""
         ids = torch.tensor([self.prompts[row]], device=self.target.device)
         out = self.theirs.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=self.tokens,
             do_sample=False,
-            eos_token_id=list(eos) or [-1],
+            eos_token_id=[eos],
             pad_token_id=0,
         )
         return out[0, ids.shape[1] :].tolist()
 
     def generated(self, row: int) -> list[int]:
-        """`generate` with the target's own end tokens, kept."""
+        """`generate`, kept."""
         if row not in self._generated:
-            self._generated[row] = self.generate(row, self.target.eos_ids)
+            self._generated[row] = self.generate(row)
         return self._generated[row]
 
     def decode(
@@ -91,14 +91,16 @@ class Subject:
         sampler: Sampler,
         rows: Sequence[int],
         name: str = "",
+        eos: int = -1,
     ) -> list[Text]:
         """Texts of some prompts in one batch; under a name they are kept."""
         key = (name, policy, sampler, tuple(rows))
         if key in self._written:
             return self._written[key]
-        texts = Decoder(self.target, drafter, policy).generate(
-            [self.prompts[i] for i in rows], sampler, self.tokens, rows=rows, seed=SEED
-        )
+        with _end_token(self.target, eos):
+            texts = Decoder(self.target, drafter, policy).generate(
+                [self.prompts[i] for i in rows], sampler, self.tokens, rows=rows, seed=SEED
+            )
         if name:
             self._written[key] = texts
         return texts
@@ -289,10 +291,10 @@ def _unlike_keyed(
 
 
 @contextmanager
-def end_tokens(target: Target, ids: list[int]) -> Iterator[None]:
-    """Other tokens end a text for a while."""
+def _end_token(target: Target, eos: int) -> Iterator[None]:
+    """Another token ends a text for a while; -1 never comes."""
     config = target.hf.generation_config
-    before, config.eos_token_id = config.eos_token_id, ids
+    before, config.eos_token_id = config.eos_token_id, [eos]
     try:
         yield
     finally:
@@ -324,9 +326,8 @@ def _ends_inside(subject: Subject, drafter: Drafter) -> Outcome:
             return False, f"{policy}: no text has a token that first comes inside a block"
         row, i = found
         eos = texts[row].tokens[i]
-        known = subject.generate(row, [eos])
-        with end_tokens(subject.target, [eos]):
-            text = subject.decode(drafter, policy, GREEDY, subject.all)[row]
+        known = subject.generate(row, eos)
+        text = subject.decode(drafter, policy, GREEDY, subject.all, eos=eos)[row]
         if text.tokens != known or len(known) != i + 1 or text.finish != "stop":
             return (
                 False,
@@ -385,12 +386,12 @@ def _half_precision(subject: Subject) -> Outcome:
     half = Target(
         subject.theirs.to(torch.bfloat16), subject.target.tokenizer, subject.target.source
     )
-    row = 1
-    prompt = subject.prompts[row]
-    baseline = Decoder(half).generate([prompt], GREEDY, subject.tokens, rows=[row])[0]
-    whole = {row: prompt + baseline.tokens}
-    decoder = Decoder(half, Rehearsed(half, whole), Policy(4))
-    fast = decoder.generate([prompt], GREEDY, subject.tokens, rows=[row])[0]
+    row, prompt = 1, subject.prompts[1]
+    with _end_token(half, -1):
+        baseline = Decoder(half).generate([prompt], GREEDY, subject.tokens, rows=[row])[0]
+        whole = {row: prompt + baseline.tokens}
+        decoder = Decoder(half, Rehearsed(half, whole), Policy(4))
+        fast = decoder.generate([prompt], GREEDY, subject.tokens, rows=[row])[0]
     narrow, wide = _logits(half, whole[row], 1), _logits(half, whole[row], len(whole[row]))
     moved = (narrow - wide).abs().max().item()
     figure = f"max |d logit| between widths {moved:.3g}; "

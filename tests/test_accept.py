@@ -30,8 +30,6 @@ from draftsmith.eval.rulebook import (
     corrected_from_p,
     match,
     match_tree,
-    rule_errors,
-    wrong_rule_errors,
 )
 from exact import chi_square
 
@@ -219,13 +217,6 @@ def test_nothing_proposed(rule: str) -> None:
     wide = torch.zeros(2, 3, dtype=torch.long)
     beside = RULES[rule](wide, ones, p.expand(-1, 4, -1), p.expand(-1, 3, -1), keyed(2))
     assert result.count.tolist() == [0, 0] and result.token.equal(beside.token)
-
-
-def test_rulebook() -> None:
-    """What `draftsmith certify` shows: every rule is exact, every mistake is seen."""
-    errors, wrong = dict(rule_errors()), dict(wrong_rule_errors())
-    assert len(errors) == 7 and max(errors.values()) < EXACT
-    assert len(wrong) == 3 and min(wrong.values()) > 1e-3
 
 
 TREES = {

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 import test_cli
 import tiny
@@ -19,6 +20,7 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.eval import certify, rulebook
 from draftsmith.eval.certify import Subject, divergence, text_steps, untrained
 from draftsmith.eval.decoder import accept
+from draftsmith.eval.decoder.accept import Accepted
 from draftsmith.eval.rehearsal import Rehearsed
 from test_cli import door, signals  # noqa: F401  (fixtures)
 
@@ -105,15 +107,14 @@ def test_bf16_names_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     of = subject("Llama")
     passed, figure = certify._half_precision(of)
     assert passed and "max |d logit| between widths" in figure
-    of = subject("Llama")
-    monkeypatch.setattr(
-        accept, "match", lambda drafts, length, choice: right(drafts, length, wrong(choice))
-    )
     right = accept.match
 
-    def wrong(choice: torch.Tensor) -> torch.Tensor:
-        return choice.roll(1, 1) if choice.shape[1] > 1 else choice
+    def wrong(drafts: Tensor, length: Tensor, choice: Tensor) -> Accepted:
+        moved = choice.roll(1, 1) if choice.shape[1] > 1 else choice
+        return right(drafts, length, moved)
 
+    of = subject("Llama")
+    monkeypatch.setattr(accept, "match", wrong)
     passed, figure = certify._half_precision(of)
     assert not passed and "first divergence at token" in figure and "top-2 gap" in figure
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -133,8 +134,8 @@ def test_command(
     """One line a check, a certificate, exit code 0; with a fault the line says FAIL, code 1."""
     path = world.root / "certificate.json"
     words = ("certify", world.target, "--max-new-tokens", 8, "--output", path)
-    monkeypatch.setattr(certify, "text_steps", lambda of: iter([*right(of)][:3]))
-    right = text_steps
+    monkeypatch.setattr(certify, "text_steps", lambda of: islice(text_steps(of), 3))
+    monkeypatch.setattr(certify, "rule_errors", lambda: islice(rulebook.rule_errors(), 1))
     code = test_cli.run(monkeypatch, *words)
     out = capsys.readouterr().out
     written = json.loads(path.read_text())

@@ -8,12 +8,14 @@ captured as a CUDA graph.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.drafters.policy import Policy, StaticTree, Tree
@@ -37,7 +39,7 @@ class Proposal:
     q (B, N, Vd): row i is the law that node i's first child was drawn from, in draft ids, after
     the sampler (leaf rows are not read); None when the tokens are a deterministic function of the
     state. length (B,): valid nodes, the root included (1 = nothing proposed). margin (B,): of a
-    dynamic tree, how far in log likelihood the choice of nodes was from another one.
+    ranked tree, how far in log likelihood (static: in logits) it was from another choice of nodes.
     """
 
     tokens: Tensor
@@ -126,17 +128,19 @@ def _dynamic(
     value = torch.zeros(B, 1, device=device)
     parent = torch.zeros_like(node)  # of each, among the nodes fed so far
     seen = torch.ones(B, 1, 1, dtype=torch.bool, device=device)
-    margin = torch.full((B,), float("inf"), device=device)
+    margin = torch.full((B,), math.inf, device=device)
     count = 1
     for j in range(tree.k):
         logits = forward(front, parent, seen).float()  # (B, W, Vd)
         W = front.shape[1]
         # The sampler's cuts are left out: cut tokens would all tie at minus infinity.
         law = torch.log_softmax(logits / (sampler.temperature or 1.0), dim=-1)
-        best = law.topk(min(tree.branch, law.shape[-1]), dim=-1)  # (B, W, c)
-        c = best.indices.shape[-1]
-        reached = (value.unsqueeze(2) + best.values).flatten(1)  # (B, W * c)
-        drafts = vocab.to_target(best.indices).flatten(1)
+        c = min(tree.branch, law.shape[-1])
+        best = law.topk(min(c + 1, law.shape[-1]), dim=-1)  # (B, W, c or c + 1)
+        close = -best.values[:, :, c - 1 :].diff(dim=-1)  # to the first child that is passed over
+        margin = torch.minimum(margin, F.pad(close, (0, 1), value=math.inf).flatten(1).amin(1))
+        reached = (value.unsqueeze(2) + best.values[:, :, :c]).flatten(1)  # (B, W * c)
+        drafts = vocab.to_target(best.indices[:, :, :c]).flatten(1)
         tokens.append(drafts)
         parents.append(node.repeat_interleave(c, dim=1))
         values.append(reached)
@@ -175,7 +179,7 @@ def _likeliest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     order = values.sort(dim=1, descending=True, stable=True)
     chosen = order.indices[:, :count].sort(dim=1).values
     if values.shape[1] <= count:
-        return chosen, torch.full_like(values[:, 0], float("inf"))
+        return chosen, torch.full_like(values[:, 0], math.inf)
     return chosen, order.values[:, count - 1] - order.values[:, count]
 
 
@@ -230,13 +234,17 @@ def _static(
     B = root.shape[0]
     tokens = [root] * tree.nodes
     laws: list[Tensor] = []
+    margin = torch.full((B,), math.inf, device=root.device)
     layers, parents = _layers(tree, root.device)
     for j, layer in enumerate(layers):
         front = torch.stack([tokens[i] for i in layer.nodes], dim=1)  # (B, W)
         logits = forward(front, layer.parent.expand(B, -1), layer.seen.expand(B, -1, -1))
         if not tree.drawn:
             most = 1 + max(rank for of in layer.children for _, rank in of)
-            best = vocab.to_target(logits.topk(most, dim=-1).indices)  # (B, W, most)
+            top = logits.float().topk(min(most + 1, logits.shape[-1]), dim=-1)
+            close = -top.values.diff(dim=-1)  # a rank and the next
+            margin = torch.minimum(margin, F.pad(close, (0, 1), value=math.inf).flatten(1).amin(1))
+            best = vocab.to_target(top.indices)  # (B, W, most or most + 1)
             for w, of in enumerate(layer.children):
                 for child, rank in of:
                     tokens[child] = best[:, w, rank]
@@ -253,4 +261,5 @@ def _static(
                 tokens[child] = vocab.to_target(token)
     q = torch.stack(laws, dim=1) if laws else None
     length = torch.full_like(root, tree.nodes)
-    return Proposal(torch.stack(tokens, dim=1), parents.expand(B, -1), q, length)
+    ranked = None if tree.drawn else margin
+    return Proposal(torch.stack(tokens, dim=1), parents.expand(B, -1), q, length, ranked)

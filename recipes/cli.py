@@ -1,4 +1,4 @@
-"""The front door: draftsmith sample | train | eval | report.
+"""The front door: draftsmith sample | train | eval | report | certify.
 
 A user's mistake is one line on stderr and exit code 2, before any compute is spent.
 """
@@ -184,6 +184,63 @@ def report(
     print(f"written: {run / 'report'}/report.html, report.md, report.json")
     if not all(decoded["parity"]["holds"] for decoded in found["decode"].values()):
         print("error: decoder and replay disagree; this is a bug in draftsmith", file=sys.stderr)
+
+
+@app.command(epilog="Example: draftsmith certify smollm2 runs/smol-eagle3/best --output cert.json")
+def certify(
+    target: Annotated[
+        str, typer.Argument(help="Hub id, folder, GGUF file or smollm2.")
+    ] = "smollm2",
+    checkpoint: Annotated[
+        Path | None, typer.Argument(help="A checkpoint folder; default: untrained drafters.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=8)] = 20,
+    output: Annotated[Path | None, typer.Option(help="File for the certificate (JSON).")] = None,
+) -> None:
+    """Checks that decoding with a drafter writes what the target alone would write."""
+    import torch
+
+    from draftsmith.drafters import base
+    from draftsmith.drafters.target import Target
+    from draftsmith.eval.certify import Subject, certificate, untouched, untrained
+    from draftsmith.eval.certify import certify as run
+    from draftsmith.eval.provenance import provenance
+    from draftsmith.train.prompts import encode, product_prompts
+
+    if checkpoint is not None:
+        base.read_config(checkpoint)
+    if output is not None and not output.parent.is_dir():
+        raise UserError(f"{output}: no folder {output.parent}; make it, or give another --output")
+    loaded = Target.load(target, dtype=torch.float32)  # identity is defined in fp32
+    drafters = untrained(loaded)
+    if checkpoint is not None:
+        drafters = {str(checkpoint): base.load(checkpoint, loaded)}
+    room = loaded.max_positions - max_new_tokens
+    by_length = {len(ids): ids for ids in encode(product_prompts("heldout"), loaded)}
+    prompts = [by_length[n] for n in sorted(by_length) if n <= room][:5]
+    if len(prompts) < 5:
+        raise UserError(
+            f"target {target}: no five prompts fit its {loaded.max_positions} positions; lower "
+            "--max-new-tokens"
+        )
+    subject = Subject(loaded, untouched(loaded), drafters, prompts, max_new_tokens)
+    checks = []
+
+    def begin(name: str) -> None:
+        print(f"  ..  {name}", end="", file=sys.stderr, flush=True)
+
+    for check in run(subject, begin):
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+        verdict = "pass" if check.passed else "FAIL"
+        print(f"{verdict}  {check.name}: {check.figure} ({check.seconds:.1f} s)", flush=True)
+        checks.append(check)
+    failed = sum(not check.passed for check in checks)
+    print(f"{len(checks) - failed} of {len(checks)} checks passed")
+    if output is not None:
+        about = {"target": loaded.identity(), "drafters": list(drafters), **provenance()}
+        output.write_text(json.dumps(certificate(checks) | about, indent=1) + "\n")
+        print(f"written: {output}")
+    if failed:
         raise typer.Exit(1)
 
 

@@ -29,9 +29,9 @@ from draftsmith.drafters.base import Drafter, Policy, family
 from draftsmith.drafters.causal_lm import CausalLM, TargetOutput
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.vocab import VocabMap
+from draftsmith.eval import rulebook
 from draftsmith.eval.decoder import accept
 from draftsmith.eval.decoder import round as round_module
-from draftsmith.eval.decoder.accept import Accepted
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.replay import moments, tables
 
@@ -323,15 +323,7 @@ def first_draft_unseen(patch: Patch) -> None:
 
 def nothing_subtracted(patch: Patch) -> None:
     """After a rejection the rule draws from p, not from what p has over q."""
-    patch.setattr(test_accept.accept, "chain", wrong_chain)
-
-
-def wrong_chain(drafts: Tensor, length: Tensor, p: Tensor, q: Tensor, draws: Any) -> Accepted:
-    count = right_chain(drafts, length, p, q, test_accept.Coins(draws)).count
-    return Accepted(count, draws.pick(p[torch.arange(len(count)), count]))
-
-
-right_chain = accept.chain
+    patch.setattr(accept, "chain", rulebook.corrected_from_p)
 
 
 def ids_unmapped(patch: Patch) -> None:

@@ -18,7 +18,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import reference
 import reference_eagle
-from exact import Script, chi_square, enumerate_rule
+from draftsmith.eval.enumeration import Script, enumerate_rule
+from exact import chi_square
 
 VOCAB = 24
 HF_NORMS = 1e-5  # HF computes norms and RoPE in fp32 even where the weights are float64

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.drafters.sampling import Noise, Purpose, pick
@@ -98,6 +99,8 @@ def _after(count: Tensor, length: Tensor, p: Tensor, q: Tensor, scale: Tensor) -
     """
     row = torch.arange(len(count), device=count.device)
     here = p[row, count]  # (B, V) the target's law after the last accepted token
+    if not q.shape[1]:  # no row proposed anything
+        return here
     against = q[row, count.clamp(max=q.shape[1] - 1)]
     residual = (scale[row, count].unsqueeze(1) * here - against).clamp(min=0)
     own = (count >= length - 1) | (residual.sum(1) <= 0)
@@ -115,7 +118,7 @@ def block(drafts: Tensor, length: Tensor, p: Tensor, q: Tensor, draws: Draws) ->
     p_draft = p[:, :-1].gather(2, at).squeeze(2)  # (B, K)
     q_draft = q.gather(2, at).squeeze(2)
     ratio = torch.where(q_draft > 0, p_draft / q_draft.clamp(min=1e-38), 0.0)
-    weight = [torch.ones_like(ratio[:, 0])]  # P_0, P_1, ..: how much of p the prefix stands for
+    weight = [torch.ones_like(p[:, 0, 0])]  # P_0, P_1, ..: how much of p the prefix stands for
     for j in range(K):
         weight.append((weight[-1] * ratio[:, j]).clamp(max=1.0))
     P = torch.stack(weight, dim=1)  # (B, K + 1)
@@ -127,7 +130,7 @@ def block(drafts: Tensor, length: Tensor, p: Tensor, q: Tensor, draws: Draws) ->
     last = (length - 1).unsqueeze(1)
     prob = torch.where(number == last, P[:, 1:], prob).clamp(max=1.0)
     kept = draws.accept(prob) & (number <= last)
-    count = (kept * number).amax(1)  # (B,)
+    count = F.pad(kept * number, (1, 0)).amax(1)  # (B,)
     return Accepted(count, draws.pick(_after(count, length, p, q, P)))
 
 

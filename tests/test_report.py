@@ -43,7 +43,6 @@ from draftsmith.train import __main__ as train
 from draftsmith.train.heldout import also_trained_on
 from draftsmith.train.prompts import Prompt, asked, encode, read_prompts
 from draftsmith.train.samples import Samples, import_answers
-from draftsmith.train.suites import spread
 from training import World
 
 K = 3
@@ -462,13 +461,6 @@ def test_a_stopped_report_goes_on(
     (here / "report" / "checkpoint-12.json").write_text('{"key": ')  # cut short by a full disk
     recipe_report.report(here, wanted)
     assert len(calls) == 11 + 2
-
-
-def test_prompts_are_taken_from_all_domains() -> None:
-    prompts = [asked(f"{name} {i}", name) for name in ("a", "b", "c") for i in range(4)]
-    names = [p.domain for p in spread(prompts, 7)]
-    assert names == ["a", "b", "c", "a", "b", "c", "a"]
-    assert len(spread(prompts, 99)) == 12
 
 
 def test_prompts_that_were_trained_on(run: Path, report: dict[str, Any], tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def read_suite(spec: str) -> list[Prompt]:
 
 
 def spread(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
-    """At most `limit` prompts, as evenly from every domain as they last, in their old order.
+    """At most `limit` prompts, in turn from each domain as long as it lasts.
 
     A suite lies sorted by category: its first prompts would stand for one of them.
     """
@@ -52,7 +52,7 @@ def spread(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
     for i, prompt in enumerate(prompts):
         place[prompt.domain] = place.get(prompt.domain, -1) + 1
         ranked.append((place[prompt.domain], i))
-    return [prompts[i] for i in sorted(i for _, i in sorted(ranked)[:limit])]
+    return [prompts[i] for _, i in sorted(ranked)[:limit]]
 
 
 def _folder(folder: Path) -> list[Prompt]:

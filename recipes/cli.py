@@ -1,4 +1,4 @@
-"""The front door: draftsmith sample | train | eval | report.
+"""The front door: draftsmith sample | train | eval | report | bench.
 
 A user's mistake is one line on stderr and exit code 2, before any compute is spent.
 """
@@ -229,6 +229,55 @@ def report(
     if not all(decoded["parity"]["holds"] for decoded in found["decode"].values()):
         print("error: decoder and replay disagree; this is a bug in draftsmith", file=sys.stderr)
         raise typer.Exit(1)
+
+
+@app.command(
+    epilog="Examples: draftsmith bench smollm2 ngram runs/smol-small/best --k 2,4; "
+    "draftsmith bench --shape llama-8b --alpha 0.7 --batch 1,4,16"
+)
+def bench(
+    target: Annotated[
+        str, typer.Argument(help="Hub id, folder, GGUF file or smollm2.")
+    ] = "smollm2",
+    drafters: Annotated[
+        list[str] | None, typer.Argument(help="Checkpoint folders, or ngram (the default).")
+    ] = None,
+    k: Annotated[str, typer.Option(help="Draft lengths of chains; empty for none.")] = "2,4,6",
+    tree: Annotated[
+        str, typer.Option(help="Node budgets of trees, as deep as the longest k.")
+    ] = "",
+    batch: Annotated[str, typer.Option(help="Rows decoded at once.")] = "1",
+    temperature: Annotated[str, typer.Option(help="0 is greedy.")] = "0",
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 64,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON/JSONL; default: our held-out ones.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most this many, from all domains.")] = 16,
+    shape: Annotated[
+        str | None, typer.Option(help="SYNTHETIC: a random target of this shape, e.g. llama-8b.")
+    ] = None,
+    alpha: Annotated[float, typer.Option(help="With --shape: the chance of acceptance.")] = 0.7,
+    output: Annotated[Path, typer.Option(help="Folder for bench.json and .md.")] = Path("bench"),
+    seed: Seed = 0,
+) -> None:
+    """Times speculation against the loop without it; goes on where it was stopped."""
+    from draftsmith.recipes.bench import Request
+    from draftsmith.recipes.bench import bench as run
+
+    request = Request(
+        target, drafters or [], _numbers("--k", k, int), _numbers("--tree", tree, int),
+        _numbers("--batch", batch, int), _numbers("--temperature", temperature, float),
+        max_new_tokens, prompts, limit, shape, alpha, output, seed,
+    )  # fmt: skip
+    run(request, Console())
+
+
+def _numbers(option: str, text: str, kind: type) -> list[Any]:
+    """The numbers of "1,4,16", each once."""
+    try:
+        return list(dict.fromkeys(kind(part) for part in text.split(",") if part.strip()))
+    except ValueError:
+        raise UserError(f"{option}: {text!r} is no list of numbers; write e.g. 1,4") from None
 
 
 def _claim(output: Path, settings: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-r"""Our decoder against transformers' assisted generation: same target, drafter and prompts, one run.
+r"""Our decoder against transformers' assisted generation: same target, drafter, prompts, run.
 
     OMP_NUM_THREADS=1 python benchmarks/peer.py --small runs/smol-small/best
 

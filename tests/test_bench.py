@@ -117,6 +117,13 @@ def test_roofline_by_hand() -> None:
     assert roofline.share(10**9, 1000, 4, 250_000.0, 0.040, 1e11) == pytest.approx(0.5)
 
 
+def test_shares_by_hand() -> None:
+    rounds = [Clock(draft=1.0, verify=2.0, host=1.0, rounds=1, tokens=1)]
+    found = bench._summary(rounds, 0.0, 5.0, tiny.texts(tiny.target(), Sampler(0.0), 1), ["a"])
+    assert found["share"] == {"draft": 0.25, "verify": 0.5, "host": 0.25}
+    assert found["median_ms"] == {"draft": 1e3, "verify": 2e3, "host": 1e3, "total": 4e3}
+
+
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])  # tied, and with a head of its own
 def test_bytes_read_by_a_step(family: str) -> None:
     target = tiny.target(family)
@@ -289,11 +296,16 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -
 # ---------------------------------------------------------------- planted faults
 
 
-def test_counting_warm_up_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shares that do not come from one whole fail: a part left out of decode seconds."""
-    rounds = [Clock(draft=1.0, verify=2.0, host=1.0, rounds=1, tokens=1)]
-    found = bench._summary(rounds, 0.0, 5.0, tiny.texts(tiny.target(), Sampler(0.0), 1), ["a"])
-    assert found["share"] == {"draft": 0.25, "verify": 0.5, "host": 0.25}
+def test_a_bench_without_warm_up_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, called = Decoder.generate, []
+
+    def first_left_out(self: Decoder, *args: Any, **kwargs: Any) -> Any:
+        called.append(1)
+        return [] if len(called) == 1 else plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(Decoder, "generate", first_left_out)
+    with pytest.raises(AssertionError):
+        test_warm_up_is_in_no_figure(monkeypatch)
 
 
 def test_a_coin_that_is_shared_by_depths_is_caught(

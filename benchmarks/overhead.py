@@ -102,23 +102,22 @@ def measure(
     decoder, inside = Decoder(target, drafter, policy), Inside()
     sampler = Sampler(temperature)
     decoder.generate(prompts[:1], sampler, 8)  # warm-up
-    total = within = 0.0
-    rounds = 0
-    plain = decoder._round
+    spans: list[tuple[float, float]] = []  # CPU seconds of each round, and those inside
+    last: tuple[float, float] | None = None  # the clocks at the last round's end
 
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        nonlocal total, within, rounds
-        began, before = time.thread_time(), inside.seconds
-        out = plain(*args, **kwargs)
-        total += time.thread_time() - began
-        within += inside.seconds - before
-        rounds += 1
-        return out
+    def mark(new: int) -> None:
+        nonlocal last
+        now = time.thread_time(), inside.seconds
+        if last is not None:  # a text's first round would hold its prefill
+            spans.append((now[0] - last[0], now[1] - last[1]))
+        last = now
 
-    decoder._round = timed  # type: ignore[method-assign]
     with inside.marking(marked(target, drafter)):
         for row, prompt in enumerate(prompts):
-            decoder.generate([prompt], sampler, TOKENS, rows=[row])
+            last = None
+            decoder.generate([prompt], sampler, TOKENS, rows=[row], progress=mark)
+    rounds = len(spans)
+    total, within = (sum(part) for part in zip(*spans, strict=True))
     return {
         "rounds": rounds,
         "round_ms": 1e3 * total / rounds,

@@ -2,7 +2,8 @@
 temperatures.
 
 A cell is one (drafter, policy, batch, temperature). Decode figures leave prefill out, end-to-end
-ones hold it; each cell decodes a few tokens first, which no figure counts. Finished cells are kept
+ones hold it; each cell decodes a few tokens first (all of them where graphs are captured), which no
+figure counts. Finished cells are kept
 in bench.json, so that a bench which was stopped goes on where it was.
 """
 
@@ -23,7 +24,7 @@ import torch
 from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target import Target, free_bytes
 from draftsmith.eval import roofline, synthetic
 from draftsmith.eval.decoder.loop import Clock, Decoder
 from draftsmith.eval.decoder.text import Text
@@ -86,17 +87,17 @@ def grid(
 def check_memory(target: Target, cells: Sequence[Cell], longest: int) -> None:
     """Raises UserError where a cell's cache and logits exceed the device's free memory.
 
-    longest: tokens of the longest text. Logits (B, N, V) count twice in fp32: with their softmax.
+    longest: tokens of the longest text.
     """
-    free = synthetic.free_bytes(target.device)
+    free = free_bytes(target.device)
     for cell in cells:
         slots, nodes = (cell.policy.slots, cell.policy.nodes) if cell.policy else (1, 1)
-        row = roofline.kv_bytes(target) * (longest + 2 * slots) + 8 * nodes * target.vocab_size
-        if cell.batch * row > free:
+        need = target.cache_bytes(cell.batch, longest + 2 * slots, nodes)
+        if need > free:
             raise UserError(
                 f"--batch: {cell.batch} rows of {longest} tokens, {nodes} nodes each, need about "
-                f"{cell.batch * row / 2**30:.1f} GiB, {target.device} has {free / 2**30:.1f} GiB "
-                f"free; use at most {free // row}"
+                f"{need / 2**30:.1f} GiB, {target.device} has {free / 2**30:.1f} GiB free; use at "
+                f"most {cell.batch * free // need}"
             )
 
 
@@ -117,7 +118,11 @@ def measure(
     sampler = Sampler(cell.temperature)
     batches = full_batches(prompts, cell.batch)
     ids = [[asked.ids for asked in batch] for batch in batches]
-    decoder.generate(ids[0], sampler, min(WARM_UP, max_new_tokens), seed=seed)
+    if decoder.graphs:  # captured for each batch's capacity, and for each view as texts grow
+        for batch in ids:
+            decoder.generate(batch, sampler, max_new_tokens, seed=seed)
+    else:
+        decoder.generate(ids[0], sampler, min(WARM_UP, max_new_tokens), seed=seed)
     rounds: list[Clock] = []
     prefill = 0.0
 

@@ -43,11 +43,8 @@ def weight_bytes(target: Target) -> int:
 
 
 def kv_bytes(target: Target) -> int:
-    """Bytes of one token's keys and values in all layers, by the config's heads."""
-    config = target.config
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * target.num_layers * heads * dim * target.dtype.itemsize
+    """Bytes of one token's keys and values in all layers."""
+    return target.cache_bytes(1, 1, 0)
 
 
 def share(weights: int, kv: int, rows: int, context: float, seconds: float, rate: float) -> float:

@@ -8,23 +8,23 @@ and every figure of such a run is labelled synthetic.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from draftsmith.drafters.base import Drafter, Policy, Proposal
+from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.eagle import Eagle, EagleConfig
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.sampling import Noise, Purpose, Sampler
+from draftsmith.drafters.sampling import Purpose
 from draftsmith.drafters.source import Source
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target import Target, free_bytes
 from draftsmith.eval.decoder.accept import Accepted, leading
 from draftsmith.eval.decoder.loop import Decoder
+from draftsmith.eval.decoder.round import Rounds
+from draftsmith.eval.speed import independent_tau
 
 LABEL = "SYNTHETIC"
 _COIN = 1 << 20  # a node number of its own: the coins share no draw with the accept rules
@@ -115,48 +115,35 @@ class CoinDecoder(Decoder):
         super().__init__(target, drafter, policy)
         self.alpha = alpha
 
-    def _accept(
-        self,
-        proposal: Proposal,
-        shape: tuple[Tensor, Tensor],
-        logits: Tensor,
-        sampler: Sampler,
-        noise: Noise,
-        slab: Any,
-    ) -> Accepted:
-        ruled = super()._accept(proposal, shape, logits, sampler, noise, slab)
-        depth, above = shape  # (B, N), (B, N, N)
-        N = depth.shape[1]
-        node = torch.arange(N, device=depth.device)
-        valid = node < proposal.length.unsqueeze(1)
-        deepest = torch.where(valid, depth, -1).argmax(1)  # (B,) a node that ends a longest path
-        longest = depth.gather(1, deepest.unsqueeze(1))  # (B, 1)
-        position = slab.length.unsqueeze(1) + 1 + torch.arange(self.policy.k, device=depth.device)
-        coins = noise.uniform(Purpose.ACCEPT, position, _COIN) < self.alpha  # (B, k)
-        count = torch.minimum(leading(coins), longest.squeeze(1))
-        if ruled.path is None:
-            return Accepted(count, ruled.token)
-        line = above.gather(1, deepest.view(-1, 1, 1).expand(-1, 1, N)).squeeze(1)  # (B, N)
-        kept = line & (depth <= count.unsqueeze(1))
-        at = torch.where(kept, depth, N)
-        path = torch.zeros_like(depth[:, :1]).expand(-1, N + 1).contiguous()
-        path.scatter_(1, at, node.expand_as(at))
-        return Accepted(count, ruled.token, path[:, :-1])
+    def _rounds(self, *args: Any) -> Rounds:
+        rounds = super()._rounds(*args)
+        # Before any graph is captured, so that the coins are in it.
+        rounds._judge = lambda: _tossed(rounds, Rounds._judge(rounds), self.alpha)  # type: ignore[method-assign]
+        return rounds
 
 
-def expected_tau(alpha: float, k: int) -> float:
-    """Tokens per verify pass when each depth is accepted with chance alpha: 1 + a + .. + a^k."""
-    return sum(alpha**j for j in range(k + 1))
+def _tossed(rounds: Rounds, ruled: Accepted, alpha: float) -> Accepted:
+    """What the rule found, with the number of accepted drafts replaced by the coins'."""
+    depth, above = rounds.shape  # (B, N), (B, N, N)
+    N = depth.shape[1]
+    node = torch.arange(N, device=depth.device)
+    valid = node < rounds.proposal.length.unsqueeze(1)
+    deepest = torch.where(valid, depth, -1).argmax(1)  # (B,) a node that ends a longest path
+    longest = depth.gather(1, deepest.unsqueeze(1))  # (B, 1)
+    drafts = torch.arange(rounds.policy.k, device=depth.device)
+    position = rounds.slab.length.unsqueeze(1) + 1 + drafts  # (B, k)
+    coins = rounds.noise.uniform(Purpose.ACCEPT, position, _COIN) < alpha
+    count = torch.minimum(leading(coins), longest.squeeze(1))
+    if ruled.path is None:
+        return Accepted(count, ruled.token)
+    line = above.gather(1, deepest.view(-1, 1, 1).expand(-1, 1, N)).squeeze(1)  # (B, N)
+    at = torch.where(line & (depth <= count.unsqueeze(1)), depth, N)
+    path = torch.zeros_like(depth[:, :1]).expand(-1, N + 1).contiguous()
+    path.scatter_(1, at, node.expand_as(at))
+    return Accepted(count, ruled.token, path[:, :-1])
 
 
 def expected_over(alpha: float, depths: Mapping[str, int]) -> float:
-    """The same over rounds that proposed different depths: {depth: rounds}."""
-    taus = [expected_tau(alpha, int(depth)) * count for depth, count in depths.items()]
+    """Tokens per verify pass over rounds that proposed different depths: {depth: rounds}."""
+    taus = [independent_tau(alpha, int(depth)) * count for depth, count in depths.items()]
     return sum(taus) / sum(depths.values())
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that new tensors can take on the device."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -47,7 +46,7 @@ class Request:
     batches: Sequence[int]
     temperatures: Sequence[float]
     max_new_tokens: int
-    prompts: Path | None
+    prompts: str | None
     limit: int
     shape: str | None
     alpha: float
@@ -106,17 +105,15 @@ def bench(request: Request, console: Console) -> None:
 
 
 def _real(request: Request) -> tuple[Target, dict[str, Drafter], list[Asked]]:
-    from draftsmith.train.prompts import encode, product_prompts, read_prompts
+    from draftsmith.train.prompts import encode, product_prompts
+    from draftsmith.train.suites import read_suite, spread
 
     names = request.drafters or ["ngram"]
     for name in names:
         if name != "ngram":
             base.read_config(Path(name))
-    asked = read_prompts(request.prompts) if request.prompts else product_prompts("heldout")
-    by_domain: dict[str, list] = {}
-    for prompt in asked:
-        by_domain.setdefault(prompt.domain, []).append(prompt)
-    turns = [p for row in zip_longest(*by_domain.values()) for p in row if p is not None]
+    asked = read_suite(request.prompts) if request.prompts else product_prompts("heldout")
+    chosen = spread(asked, request.limit)
     target = Target.load(request.target)
     drafters: dict[str, Drafter] = {}
     for name in names:
@@ -125,7 +122,6 @@ def _real(request: Request) -> tuple[Target, dict[str, Drafter], list[Asked]]:
             drafters[name] = family.create(target, family.Config())
         else:
             drafters[name] = base.load(Path(name), target)
-    chosen = turns[: request.limit]
     ids = encode(chosen, target)
     return target, drafters, [Asked(i, p.domain) for i, p in zip(ids, chosen, strict=True)]
 

@@ -249,9 +249,7 @@ def bench(
     batch: Annotated[str, typer.Option(help="Rows decoded at once.")] = "1",
     temperature: Annotated[str, typer.Option(help="0 is greedy.")] = "0",
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 64,
-    prompts: Annotated[
-        Path | None, typer.Option(help="JSON/JSONL; default: our held-out ones.")
-    ] = None,
+    prompts: Annotated[str | None, typer.Option(help=SUITE)] = None,
     limit: Annotated[int, typer.Option(min=1, help="At most this many, from all domains.")] = 16,
     shape: Annotated[
         str | None, typer.Option(help="SYNTHETIC: a random target of this shape, e.g. llama-8b.")

@@ -22,9 +22,10 @@ from draftsmith.drafters.base import Policy
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.policy import StaticTree, Tree
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.eval import bench, bench_table, roofline, synthetic
+from draftsmith.eval import bench, bench_table, roofline, speed, synthetic
 from draftsmith.eval.bench import Asked, Cell, Store, check_memory, full_batches, grid, measure, run
 from draftsmith.eval.decoder.loop import Clock, Decoder
+from draftsmith.eval.decoder.round import Rounds
 from draftsmith.recipes import cli
 
 CPU = torch.device("cpu")
@@ -151,7 +152,7 @@ def test_coins_give_the_stated_tau(shaped: tuple, policy: Policy, alpha: float) 
     if not isinstance(policy, Tree):  # a dynamic tree may turn out shallower
         assert {r.proposed for r in rounds} == {3}
     counts = torch.tensor([float(r.accepted) for r in rounds])
-    mean = sum(synthetic.expected_tau(alpha, r.proposed) - 1 for r in rounds) / len(rounds)
+    mean = sum(speed.independent_tau(alpha, r.proposed) - 1 for r in rounds) / len(rounds)
     spread = counts.std(correction=0).item() / math.sqrt(len(counts))
     assert abs(counts.mean().item() - mean) <= 4 * spread + 1e-9
     assert all(len(t.tokens) == 60 for t in texts)  # nothing ends a synthetic text early
@@ -162,10 +163,8 @@ def test_coins_do_not_bend_the_rule_that_is_timed(
 ) -> None:
     """The real accept rule runs in every round, drawn chains too."""
     called = []
-    plain = Decoder._accept
-    monkeypatch.setattr(
-        Decoder, "_accept", lambda self, *args: called.append(1) or plain(self, *args)
-    )
+    plain = Rounds._judge
+    monkeypatch.setattr(Rounds, "_judge", lambda self: called.append(1) or plain(self))
     target, drafter = shaped
     decoder = synthetic.CoinDecoder(target, drafter, Policy(2), 0.5)
     (text,) = decoder.generate(synthetic.random_prompts(target, 1, 5), Sampler(1.0), 12)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.eval.decoder.loop import Decoder
+from draftsmith.eval.decoder.round import Rounds
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -50,15 +50,15 @@ def test_a_wrong_text_fails_the_check(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: every draft is accepted. The report says failed, and the exit code with it."""
-    plain = Decoder._accept
+    plain = Rounds._judge
 
-    def lenient(self: Decoder, proposal: Any, *rest: Any) -> Any:
-        out = plain(self, proposal, *rest)
+    def lenient(self: Rounds) -> Any:
+        out = plain(self)
         if out.path is None:
-            out.count = proposal.length - 1
+            out.count = self.proposal.length - 1
         return out
 
-    monkeypatch.setattr(Decoder, "_accept", lenient)
+    monkeypatch.setattr(Rounds, "_judge", lenient)
     monkeypatch.setattr(script, "PARTS", {"identity": script.PARTS["identity"]})
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--tiny", "--output", str(tmp_path)])
     assert script.main() == 1

@@ -1,4 +1,4 @@
-# make install | check | fix | test | test-fast | quickstart | build | clean
+# make install | check | fix | test | test-fast | gpu-check | quickstart | build | clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -8,7 +8,7 @@ FAST := not real and not server and not gpu
 OMP_NUM_THREADS ?= 2
 export OMP_NUM_THREADS
 
-.PHONY: install check fix test test-fast quickstart build clean
+.PHONY: install check fix test test-fast gpu-check quickstart build clean
 
 install: .venv/.installed
 
@@ -49,6 +49,13 @@ test: check
 
 test-fast: install
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "$(FAST) and not slow"
+
+# On a CUDA machine, at most 8 minutes. Its python needs torch and transformers, not this .venv:
+# make gpu-check GPU_PYTHON=python3
+GPU_PYTHON ?= $(BIN)/python
+gpu-check:
+	@mkdir -p .typecheck && ln -sfn .. .typecheck/draftsmith
+	PYTHONPATH=.typecheck $(GPU_PYTHON) benchmarks/gpu_check.py
 
 # The whole job, small: at most 15 minutes on 2 cores. Interrupted, it goes on where it was.
 quickstart: install

@@ -1,4 +1,4 @@
-"""The front door: draftsmith sample | train | eval | report | certify.
+"""The front door: quickstart, plan, sample, train, eval, report, certify, bench.
 
 A user's mistake is one line on stderr and exit code 2, before any compute is spent.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -184,6 +184,7 @@ def report(
     print(f"written: {run / 'report'}/report.html, report.md, report.json")
     if not all(decoded["parity"]["holds"] for decoded in found["decode"].values()):
         print("error: decoder and replay disagree; this is a bug in draftsmith", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 @app.command(epilog="Example: draftsmith certify smollm2 runs/smol-eagle3/best --output cert.json")
@@ -198,50 +199,57 @@ def certify(
     output: Annotated[Path | None, typer.Option(help="File for the certificate (JSON).")] = None,
 ) -> None:
     """Checks that decoding with a drafter writes what the target alone would write."""
-    import torch
+    from draftsmith.recipes.certify import certify as run
 
-    from draftsmith.drafters import base
-    from draftsmith.drafters.target import Target
-    from draftsmith.eval.certify import Subject, certificate, untouched, untrained
-    from draftsmith.eval.certify import certify as run
-    from draftsmith.eval.provenance import provenance
-    from draftsmith.train.prompts import encode, product_prompts
-
-    if checkpoint is not None:
-        base.read_config(checkpoint)
-    if output is not None and not output.parent.is_dir():
-        raise UserError(f"{output}: no folder {output.parent}; make it, or give another --output")
-    loaded = Target.load(target, dtype=torch.float32)  # identity is defined in fp32
-    drafters = untrained(loaded)
-    if checkpoint is not None:
-        drafters = {str(checkpoint): base.load(checkpoint, loaded)}
-    room = loaded.max_positions - max_new_tokens
-    by_length = {len(ids): ids for ids in encode(product_prompts("heldout"), loaded)}
-    prompts = [by_length[n] for n in sorted(by_length) if n <= room][:5]
-    if len(prompts) < 5:
-        raise UserError(
-            f"target {target}: no five prompts fit its {loaded.max_positions} positions; lower "
-            "--max-new-tokens"
-        )
-    subject = Subject(loaded, untouched(loaded), drafters, prompts, max_new_tokens)
-    checks = []
-
-    def begin(name: str) -> None:
-        print(f"  ..  {name}", end="", file=sys.stderr, flush=True)
-
-    for check in run(subject, begin):
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
-        verdict = "pass" if check.passed else "FAIL"
-        print(f"{verdict}  {check.name}: {check.figure} ({check.seconds:.1f} s)", flush=True)
-        checks.append(check)
-    failed = sum(not check.passed for check in checks)
-    print(f"{len(checks) - failed} of {len(checks)} checks passed")
-    if output is not None:
-        about = {"target": loaded.identity(), "drafters": list(drafters), **provenance()}
-        output.write_text(json.dumps(certificate(checks) | about, indent=1) + "\n")
-        print(f"written: {output}")
-    if failed:
+    if not run(target, checkpoint, max_new_tokens, output):
         raise typer.Exit(1)
+
+
+@app.command(
+    epilog="Examples: draftsmith bench smollm2 ngram runs/smol-small/best --k 2,4; "
+    "draftsmith bench --shape llama-8b --alpha 0.7 --batch 1,4,16"
+)
+def bench(
+    target: Annotated[
+        str, typer.Argument(help="Hub id, folder, GGUF file or smollm2.")
+    ] = "smollm2",
+    drafters: Annotated[
+        list[str] | None, typer.Argument(help="Checkpoint folders, or ngram (the default).")
+    ] = None,
+    k: Annotated[str, typer.Option(help="Draft lengths of chains; empty for none.")] = "2,4,6",
+    tree: Annotated[
+        str, typer.Option(help="Node budgets of trees, as deep as the longest k.")
+    ] = "",
+    batch: Annotated[str, typer.Option(help="Rows decoded at once.")] = "1",
+    temperature: Annotated[str, typer.Option(help="0 is greedy.")] = "0",
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 64,
+    prompts: Annotated[str | None, typer.Option(help=SUITE)] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most this many, from all domains.")] = 16,
+    shape: Annotated[
+        str | None, typer.Option(help="SYNTHETIC: a random target of this shape, e.g. llama-8b.")
+    ] = None,
+    alpha: Annotated[float, typer.Option(help="With --shape: the chance of acceptance.")] = 0.7,
+    output: Annotated[Path, typer.Option(help="Folder for bench.json and .md.")] = Path("bench"),
+    seed: Seed = 0,
+) -> None:
+    """Times speculation against the loop without it; goes on where it was stopped."""
+    from draftsmith.recipes.bench import Request
+    from draftsmith.recipes.bench import bench as run
+
+    request = Request(
+        target, drafters or [], _numbers("--k", k, int), _numbers("--tree", tree, int),
+        _numbers("--batch", batch, int), _numbers("--temperature", temperature, float),
+        max_new_tokens, prompts, limit, shape, alpha, output, seed,
+    )  # fmt: skip
+    run(request)
+
+
+def _numbers(option: str, text: str, kind: type) -> list[Any]:
+    """The numbers of "1,4,16", each once."""
+    try:
+        return list(dict.fromkeys(kind(part) for part in text.split(",") if part.strip()))
+    except ValueError:
+        raise UserError(f"{option}: {text!r} is no list of numbers; write e.g. 1,4") from None
 
 
 def main() -> None:

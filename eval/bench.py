@@ -1,0 +1,307 @@
+"""How fast: the decoder against the same loop without drafting, over draft shapes, batches and
+temperatures.
+
+A cell is one (drafter, policy, batch, temperature). Decode figures leave prefill out, end-to-end
+ones hold it; each cell decodes a few tokens first (all of them where graphs are captured), which no
+figure counts. Finished cells are kept
+in bench.json, so that a bench which was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.drafters.base import Drafter, Policy
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.sampling import Sampler
+from draftsmith.drafters.target import Target, free_bytes
+from draftsmith.eval import roofline, synthetic
+from draftsmith.eval.decoder.loop import Clock, Decoder
+from draftsmith.eval.decoder.text import Text
+
+WARM_UP = 8  # tokens decoded before a cell's clock starts
+MOST_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One prompt: token ids, and the domain it belongs to (code, math, chat, ..)."""
+
+    ids: list[int]
+    domain: str
+
+
+@dataclass(frozen=True)
+class Cell:
+    """drafter "baseline" (policy None) is the loop with drafting off."""
+
+    drafter: str
+    policy: Policy | None
+    batch: int
+    temperature: float
+
+    @property
+    def key(self) -> str:
+        how = "" if self.policy is None else f"{self.policy}, "
+        return f"{self.drafter}: {how}batch {self.batch}, T={self.temperature:g}"
+
+    @property
+    def baseline(self) -> Cell:
+        return Cell("baseline", None, self.batch, self.temperature)
+
+
+def grid(
+    drafters: dict[str, Drafter],
+    policies: Sequence[Policy],
+    batches: Sequence[int],
+    temperatures: Sequence[float],
+) -> list[Cell]:
+    """Every cell, each baseline before what is compared with it.
+
+    Raises UserError for a policy that a drafter cannot follow and a batch outside 1..64.
+    """
+    for batch in batches:
+        if not 1 <= batch <= MOST_ROWS:
+            raise UserError(f"--batch: {batch} is not in 1..{MOST_ROWS}")
+    for drafter in drafters.values():
+        for policy in policies:
+            drafter.check(policy)
+    out = []
+    for batch in batches:
+        for temperature in temperatures:
+            out.append(Cell("baseline", None, batch, temperature))
+            out += [Cell(d, p, batch, temperature) for d in drafters for p in policies]
+    return out
+
+
+def check_memory(target: Target, cells: Sequence[Cell], longest: int) -> None:
+    """Raises UserError where a cell's cache and logits exceed the device's free memory.
+
+    longest: tokens of the longest text.
+    """
+    free = free_bytes(target.device)
+    for cell in cells:
+        slots, nodes = (cell.policy.slots, cell.policy.nodes) if cell.policy else (1, 1)
+        need = target.cache_bytes(cell.batch, longest + 2 * slots, nodes)
+        if need > free:
+            raise UserError(
+                f"--batch: {cell.batch} rows of {longest} tokens, {nodes} nodes each, need about "
+                f"{need / 2**30:.1f} GiB, {target.device} has {free / 2**30:.1f} GiB free; use at "
+                f"most {cell.batch * free // need}"
+            )
+
+
+# ---------------------------------------------------------------- one cell
+
+
+def full_batches(prompts: Sequence[Asked], size: int) -> list[list[Asked]]:
+    """Prompts in full batches; a rest is left out, and too few are gone through again."""
+    if len(prompts) < size:
+        return [[prompts[i % len(prompts)] for i in range(size)]]
+    return [list(prompts[i : i + size]) for i in range(0, len(prompts) - size + 1, size)]
+
+
+def measure(
+    decoder: Decoder, prompts: Sequence[Asked], cell: Cell, max_new_tokens: int, seed: int = 0
+) -> dict[str, Any]:
+    """Decodes the prompts in full batches of the cell's size and says what it took."""
+    sampler = Sampler(cell.temperature)
+    batches = full_batches(prompts, cell.batch)
+    ids = [[asked.ids for asked in batch] for batch in batches]
+    if decoder.graphs:  # captured for each batch's capacity, and for each view as texts grow
+        for batch in ids:
+            decoder.generate(batch, sampler, max_new_tokens, seed=seed)
+    else:
+        decoder.generate(ids[0], sampler, min(WARM_UP, max_new_tokens), seed=seed)
+    rounds: list[Clock] = []
+    prefill = 0.0
+
+    def mark(new: int) -> None:
+        """Gives every round a clock of its own; prefill falls into its batch's first."""
+        nonlocal prefill
+        prefill += decoder.clock.prefill
+        rounds.append(decoder.clock)
+        decoder.clock = Clock()
+
+    decoder.clock = Clock()
+    texts: list[Text] = []
+    began = time.perf_counter()
+    for i, batch in enumerate(ids):
+        rows = range(i * cell.batch, (i + 1) * cell.batch)
+        texts += decoder.generate(
+            batch, sampler, max_new_tokens, rows=rows, seed=seed, progress=mark
+        )
+    wall = time.perf_counter() - began
+    domains = [asked.domain for batch in batches for asked in batch]
+    return _summary(rounds, prefill + decoder.clock.prefill, wall, texts, domains)
+
+
+def _summary(
+    rounds: list[Clock], prefill: float, wall: float, texts: list[Text], domains: list[str]
+) -> dict[str, Any]:
+    if not rounds:
+        raise UserError("--max-new-tokens: no text outlived its first token; use more, or others")
+    parts = {part: sum(getattr(r, part) for r in rounds) for part in ("draft", "verify", "host")}
+    decode = sum(parts.values())
+    tokens = sum(r.tokens for r in rounds)
+    context = [len(t.prompt) + i for t in texts for i in range(len(t.tokens))]
+    return {
+        "texts": len(texts),
+        "rounds": len(rounds),
+        "tokens": tokens,
+        "tau": tau(texts),
+        "tau_by_domain": {
+            name: tau([t for t, of in zip(texts, domains, strict=True) if of == name])
+            for name in sorted(set(domains))
+        },
+        "depths": dict(sorted(Counter(str(r.proposed) for t in texts for r in t.rounds).items())),
+        "tokens_per_s": tokens / decode,
+        # Prefill yields each text's first token.
+        "end_to_end_tokens_per_s": (tokens + len(texts)) / wall,
+        "prefill_s": prefill,
+        "decode_s": decode,
+        "wall_s": wall,
+        "share": {part: seconds / decode for part, seconds in parts.items()},
+        "median_ms": {
+            part: 1e3 * statistics.median(getattr(r, part) for r in rounds)
+            for part in ("draft", "verify", "host", "total")
+        },
+        "mean_context": statistics.fmean(context),
+    }
+
+
+def tau(texts: Sequence[Text]) -> float | None:
+    """Tokens per verify pass of a row, pooled; None where no pass ran."""
+    passes = sum(len(t.rounds) for t in texts)
+    return sum(len(t.tokens) - 1 for t in texts) / passes if passes else None
+
+
+def compare(found: dict[str, Any], base: dict[str, Any], alpha: float | None) -> dict[str, Any]:
+    """A cell beside its baseline. alpha: a synthetic run's, whose tau it predicts by.
+
+    break_even: the tau at which a round costs as much as the steps it saves. predicted_speedup:
+    tau over it, from medians of single rounds; measured_speedup: all decoded tokens over all
+    decode seconds, rows that wait for a batch's last text included.
+    """
+    even = found["median_ms"]["total"] / base["median_ms"]["total"]
+    expected = found["tau"]
+    if alpha is not None:
+        expected = synthetic.expected_over(alpha, found["depths"])
+    return {
+        "measured_speedup": found["tokens_per_s"] / base["tokens_per_s"],
+        "predicted_speedup": expected / even,
+        "end_to_end_speedup": found["end_to_end_tokens_per_s"] / base["end_to_end_tokens_per_s"],
+        "break_even_tau": even,
+        "distance": found["tau"] - even,
+        "distance_by_domain": {
+            name: None if of is None else of - even for name, of in found["tau_by_domain"].items()
+        },
+    }
+
+
+# ---------------------------------------------------------------- the grid
+
+
+def run(
+    target: Target,
+    drafters: dict[str, Drafter],
+    cells: Sequence[Cell],
+    prompts: Sequence[Asked],
+    max_new_tokens: int,
+    store: Store,
+    *,
+    alpha: float | None = None,
+    seed: int = 0,
+    progress: Callable[[Cell], None] = lambda cell: None,
+) -> None:
+    """Measures the cells that the store lacks. alpha: a synthetic run's chance of acceptance."""
+    rate = store.once("copy_bytes_per_s", lambda: roofline.copy_bandwidth(target.device))
+    weights, kv = roofline.weight_bytes(target), roofline.kv_bytes(target)
+    for cell in cells:
+        if cell.key not in store.cells:
+            decoder: Decoder
+            if cell.policy is None:
+                decoder = Decoder(target)
+            elif alpha is None:
+                decoder = Decoder(target, drafters[cell.drafter], cell.policy)
+            else:
+                decoder = synthetic.CoinDecoder(target, drafters[cell.drafter], cell.policy, alpha)
+            found = measure(decoder, prompts, cell, max_new_tokens, seed)
+            seconds = found["median_ms"]["verify"] / 1e3
+            context = found["mean_context"]
+            found["roofline_share"] = roofline.share(
+                weights, kv, cell.batch, context, seconds, rate
+            )
+            if cell.policy is not None:
+                found |= compare(found, store.cells[cell.baseline.key], alpha)
+            about: dict[str, Any] = {
+                "drafter": cell.drafter,
+                "policy": None if cell.policy is None else str(cell.policy),
+                "batch": cell.batch,
+                "temperature": cell.temperature,
+                "synthetic": alpha is not None,
+            }
+            store.add(cell.key, about | found)
+        progress(cell)
+
+
+class Store:
+    """bench.json: what the figures depend on, and every finished cell. Rewritten at each."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any], about: dict[str, Any]) -> None:
+        """Raises UserError where the folder holds another bench, or cannot be written."""
+        self.path = folder / "bench.json"
+        self.content: dict[str, Any] = {"settings": settings, **about, "cells": {}}
+        if self.path.is_file():
+            try:
+                before = json.loads(self.path.read_text())
+                same = before["settings"] == json.loads(json.dumps(settings))
+            except (ValueError, TypeError, KeyError):
+                same = False
+            if not same:
+                raise UserError(f"{folder}: holds another bench; give another --output")
+            self.content = before
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._write()
+        except OSError as error:
+            raise UserError(
+                f"{folder}: cannot be written ({error.strerror}); give another --output"
+            ) from None
+
+    @property
+    def cells(self) -> dict[str, Any]:
+        return self.content["cells"]
+
+    def once(self, name: str, find: Callable[[], Any]) -> Any:
+        """A value that is found once a bench."""
+        if name not in self.content:
+            self.content[name] = find()
+            self._write()
+        return self.content[name]
+
+    def add(self, key: str, found: dict[str, Any]) -> None:
+        self.cells[key] = found
+        self._write()
+
+    def _write(self) -> None:
+        scratch = self.path.with_suffix(".tmp")
+        scratch.write_text(json.dumps(self.content, indent=1) + "\n")
+        os.replace(scratch, self.path)
+
+
+def device_of(target: Target) -> dict[str, str]:
+    """Device and dtype, in words."""
+    device = target.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return {"device": name, "dtype": str(target.dtype).removeprefix("torch.")}

@@ -1,0 +1,124 @@
+"""bench.json in words: one row a cell, break-even by domain, and where speculation pays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+Row = list[str]
+HEAD = [
+    "drafter", "draft", "batch", "T", "tau", "tokens/s", "speedup", "predicted", "break-even",
+    "end to end", "draft/verify/host", "roofline",
+]  # fmt: skip
+DOMAIN_HEAD = ["drafter", "draft", "batch", "T", "break-even"]
+
+
+def title(bench: dict[str, Any]) -> str:
+    """Names the target; a synthetic one's name says so."""
+    settings = bench["settings"]
+    lead = f"Speed of {settings['target']} in {bench['dtype']} on {bench['device']}"
+    if settings["alpha"] is not None:
+        lead += f": random weights, each depth accepted with chance {settings['alpha']}"
+    return lead
+
+
+def rows(bench: dict[str, Any]) -> list[Row]:
+    """A row for each cell, under HEAD."""
+    return [_row(cell) for cell in bench["cells"].values()]
+
+
+def _row(cell: dict[str, Any]) -> Row:
+    base = cell["policy"] is None
+
+    def times(name: str) -> str:
+        return "" if base else f"{cell[name]:.2f}x"
+
+    return [
+        _name(cell),
+        cell["policy"] or "-",
+        str(cell["batch"]),
+        f"{cell['temperature']:g}",
+        _number(cell["tau"]),
+        f"{cell['tokens_per_s']:.1f}",
+        times("measured_speedup"),
+        times("predicted_speedup"),
+        "" if base else _number(cell["break_even_tau"]),
+        f"{cell['end_to_end_tokens_per_s']:.1f}",
+        " / ".join(f"{100 * cell['share'][part]:.0f}%" for part in ("draft", "verify", "host")),
+        f"{100 * cell['roofline_share']:.0f}%",
+    ]
+
+
+def domain_rows(bench: dict[str, Any]) -> tuple[Row, list[Row]]:
+    """Head and rows: tau by domain and its distance to the break-even of each draft shape."""
+    drafted = [cell for cell in bench["cells"].values() if cell["policy"]]
+    names = sorted({name for cell in drafted for name in cell["tau_by_domain"]})
+    out = []
+    for cell in drafted:
+        row = [_name(cell), cell["policy"], str(cell["batch"]), f"{cell['temperature']:g}"]
+        row.append(_number(cell["break_even_tau"]))
+        for name in names:
+            far = cell["distance_by_domain"].get(name)
+            of = cell["tau_by_domain"].get(name)
+            row.append("-" if far is None else f"{of:.2f} ({far:+.2f})")
+        out.append(row)
+    return DOMAIN_HEAD + names, out
+
+
+def verdicts(bench: dict[str, Any]) -> list[str]:
+    """For each drafter, batch and temperature: the fastest draft shape, and whether it pays."""
+    best: dict[tuple[str, int, float], dict[str, Any]] = {}
+    for cell in bench["cells"].values():
+        if cell["policy"] is None:
+            continue
+        key = (_name(cell), cell["batch"], cell["temperature"])
+        if key not in best or cell["measured_speedup"] > best[key]["measured_speedup"]:
+            best[key] = cell
+    out = []
+    for (name, batch, temperature), cell in best.items():
+        gain = cell["measured_speedup"]
+        word = "pays" if gain > 1 else "does not pay"
+        where = [n for n, far in cell["distance_by_domain"].items() if far is not None and far > 0]
+        text = f"{name}, batch {batch}, T={temperature:g}: {word}, {gain:.2f}x at {cell['policy']}"
+        if not cell["synthetic"]:
+            text += f"; above break-even on {', '.join(where) or 'no domain'}"
+        out.append(text)
+    return out
+
+
+def markdown(bench: dict[str, Any]) -> str:
+    """The whole bench as Markdown."""
+    settings = bench["settings"]
+    head, by_domain = domain_rows(bench)
+    return "\n".join(
+        [
+            f"# {title(bench)}",
+            "",
+            f"{settings['prompts']} prompts, up to {settings['max_new_tokens']} new tokens. Decode "
+            "figures leave prefill out, end-to-end ones (tokens/s) hold it. Warm-up: "
+            f"{settings['warm_up']} tokens a cell, not counted. Copy bandwidth "
+            f"{bench['copy_bytes_per_s'] / 1e9:.1f} GB/s; roofline: the share of a verify pass "
+            "that reading weights and cache takes at that rate. Commit "
+            f"{bench['commit']}, `{bench['command']}`.",
+            "",
+            _table(HEAD, rows(bench)),
+            "tau by domain, and in brackets its distance to the break-even:",
+            "",
+            _table(head, by_domain),
+            *(f"- {line}" for line in verdicts(bench)),
+            "",
+        ]
+    )
+
+
+def _name(cell: dict[str, Any]) -> str:
+    return ("SYNTHETIC " if cell["synthetic"] else "") + cell["drafter"]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _table(head: Row, body: Iterable[Row]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in body)]) + "\n"

@@ -228,6 +228,7 @@ def report(
     print(f"written: {run / 'report'}/report.html, report.md, report.json")
     if not all(decoded["parity"]["holds"] for decoded in found["decode"].values()):
         print("error: decoder and replay disagree; this is a bug in draftsmith", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 @app.command(epilog="Example: draftsmith certify smollm2 runs/smol-eagle3/best --output cert.json")

@@ -65,15 +65,15 @@ class Subject:
     _generated: dict[int, list[int]] = field(default_factory=dict)
 
     @torch.no_grad()
-    def generate(self, row: int, eos: int = -1) -> list[int]:
-        """The greedy answer to a prompt by transformers' own generate; eos -1 never comes."""
+    def generate(self, row: int, eos: int | None = None) -> list[int]:
+        """The greedy answer to a prompt by transformers' own generate."""
         ids = torch.tensor([self.prompts[row]], device=self.target.device)
         out = self.theirs.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=self.tokens,
             do_sample=False,
-            eos_token_id=[eos],
+            eos_token_id=_ends(self.target, eos),
             pad_token_id=0,
         )
         return out[0, ids.shape[1] :].tolist()
@@ -91,7 +91,7 @@ class Subject:
         sampler: Sampler,
         rows: Sequence[int],
         name: str = "",
-        eos: int = -1,
+        eos: int | None = None,
     ) -> list[Text]:
         """Texts of some prompts in one batch; under a name they are kept."""
         key = (name, policy, sampler, tuple(rows))
@@ -165,6 +165,9 @@ def rule_steps() -> Steps:
 def text_steps(subject: Subject) -> Steps:
     """Texts against transformers' own: no drafting, chains and trees, batch 1 and all prompts."""
     rehearsed: dict[Sampler, Drafter] = {}
+    shapes: list[Policy] = [Policy(4)]
+    if subject.target.trees:
+        shapes += [Tree(3, budget=8, branch=4), StaticTree.of_widths((3, 2, 1))]
 
     def knowing(sampler: Sampler) -> Drafter:
         """The drafter that has rehearsed the target's own texts, which transformers wrote at
@@ -199,7 +202,7 @@ def text_steps(subject: Subject) -> Steps:
     for sampler in (GREEDY, WARM):
         yield f"baseline, T={sampler.temperature:g}: transformers' text", plain(sampler)
         for rows in ([1], subject.all):
-            for policy in (Policy(4), Tree(3, budget=8, branch=4), _SHAPE):
+            for policy in shapes:
                 name = f"{policy}, T={sampler.temperature:g}, batch {len(rows)}, rehearsed"
 
                 def of(sampler: Sampler = sampler) -> Drafter:
@@ -216,13 +219,11 @@ def text_steps(subject: Subject) -> Steps:
     yield "a text that ends inside a block", lambda: _ends_inside(subject, knowing(GREEDY))
 
 
-_SHAPE = StaticTree.of_widths((3, 2, 1))
-
-
 def policies(drafter: Drafter) -> list[Policy]:
     """The chain and the tree that a drafter is tried with."""
     k = min(4, drafter.longest or 4)
-    trees = [Tree(min(k, 3), budget=8, branch=4)] if drafter.trees else []
+    able = drafter.trees and drafter.target.trees
+    trees = [Tree(min(k, 3), budget=8, branch=4)] if able else []
     return [Policy(k), *trees]
 
 
@@ -290,11 +291,16 @@ def _unlike_keyed(
     return at, max(low - u, u - float(mass[token]), 0.0)
 
 
+def _ends(target: Target, eos: int | None) -> list[int]:
+    """End tokens: eos, or for None one that never comes."""
+    return [target.vocab_size if eos is None else eos]
+
+
 @contextmanager
-def _end_token(target: Target, eos: int) -> Iterator[None]:
-    """Another token ends a text for a while; -1 never comes."""
+def _end_token(target: Target, eos: int | None) -> Iterator[None]:
+    """Another token ends a text for a while."""
     config = target.hf.generation_config
-    before, config.eos_token_id = config.eos_token_id, [eos]
+    before, config.eos_token_id = config.eos_token_id, _ends(target, eos)
     try:
         yield
     finally:
@@ -311,7 +317,7 @@ def _inside(text: Text) -> list[int]:
 def _ends_inside(subject: Subject, drafter: Drafter) -> Outcome:
     """An accepted draft becomes an end token: nothing after it may be kept."""
     tried = []
-    for policy in (Policy(4), Tree(3, budget=8, branch=4)):
+    for policy in policies(drafter):
         texts = subject.decode(drafter, policy, GREEDY, subject.all, "rehearsed")
         found = next(
             (
@@ -387,7 +393,7 @@ def _half_precision(subject: Subject) -> Outcome:
         subject.theirs.to(torch.bfloat16), subject.target.tokenizer, subject.target.source
     )
     row, prompt = 1, subject.prompts[1]
-    with _end_token(half, -1):
+    with _end_token(half, None):
         baseline = Decoder(half).generate([prompt], GREEDY, subject.tokens, rows=[row])[0]
         whole = {row: prompt + baseline.tokens}
         decoder = Decoder(half, Rehearsed(half, whole), Policy(4))

@@ -8,7 +8,7 @@ the right token first, second, third, or not at all, as a hash of its place says
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +18,14 @@ from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.grow import from_states, grow
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.target import Target
+
+
+@dataclass
+class RehearsedState:
+    """length (B,): committed tokens."""
+
+    length: Tensor
+
 
 _RANKS = (0, 0, 1, 0, 2, 0, 3, 1)  # of the right token, by the hash of its place
 
@@ -39,22 +47,28 @@ class Rehearsed(Drafter):
     def logits(self, hidden: Tensor, prev: Tensor, depth: Tensor) -> Tensor:
         return hidden  # (n, V): the state of a depth is its ranking
 
-    def start(self, rows: int, capacity: int) -> Tensor:
-        return torch.zeros(rows, dtype=torch.long, device=self.target.device)
+    def start(self, rows: int, capacity: int) -> RehearsedState:
+        return RehearsedState(torch.zeros(rows, dtype=torch.long, device=self.target.device))
 
     def extend(
-        self, state: Tensor, tokens: Tensor, features: dict[str, Tensor], counts: Tensor
+        self, state: RehearsedState, tokens: Tensor, features: dict[str, Tensor], counts: Tensor
     ) -> None:
-        state += counts
+        state.length += counts
 
     def propose(
-        self, state: Any, root: Tensor, policy: Policy, sampler: Sampler, noise: Noise
+        self,
+        state: RehearsedState,
+        root: Tensor,
+        policy: Policy,
+        sampler: Sampler,
+        noise: Noise,
     ) -> Proposal:
-        places = zip(noise.rows.tolist(), state.tolist(), strict=True)
+        places = zip(noise.rows.tolist(), state.length.tolist(), strict=True)
         ranked = [[self._ranking(row, at + 1 + j) for j in range(policy.k)] for row, at in places]
         states = torch.stack([torch.stack(row) for row in ranked]).to(root.device)  # (B, k, V)
         greedy = Sampler(0.0)  # so that a chain is ranked too
-        return grow(root, state, policy, self.vocab, greedy, noise, from_states(self, states))
+        forward = from_states(self, states)
+        return grow(root, state.length, policy, self.vocab, greedy, noise, forward)
 
     def _ranking(self, row: int, place: int) -> Tensor:
         """Logits (V,) of the token at a place of a row's text."""

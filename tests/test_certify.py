@@ -26,7 +26,7 @@ from draftsmith.eval.rehearsal import Rehearsed
 from test_cli import door, signals  # noqa: F401  (fixtures)
 
 VOCAB = 12
-FAMILIES = getattr(tiny, "ALL_FAMILIES", tiny.FAMILIES)
+FAMILIES = [*tiny.SETTINGS, *tiny.CHAINS]
 
 
 def subject(family: str, tokens: int = 16) -> Subject:
@@ -38,9 +38,12 @@ def subject(family: str, tokens: int = 16) -> Subject:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_texts_are_transformers_own(family: str) -> None:
-    """Chains and trees, alone and ragged, greedy and by keyed noise, ends inside a block."""
+    """Chains and trees, alone and ragged, greedy and by keyed noise, ends inside a block.
+
+    Targets that can be verified in chains only are tried with chains.
+    """
     steps = list(text_steps(subject(family)))
-    assert len(steps) == 15
+    assert len(steps) == (15 if family in tiny.SETTINGS else 7)
     for name, step in steps:
         passed, figure = step()
         assert passed, f"{name}: {figure}"

@@ -28,7 +28,8 @@ from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval import walk
 from draftsmith.eval.certify import Subject, text_steps
-from draftsmith.eval.decoder import accept, loop
+from draftsmith.eval.decoder import accept
+from draftsmith.eval.decoder import round as round_module
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.parity import compare
 
@@ -112,33 +113,33 @@ def reshaped(patch: Patch, module: Any, change: Callable[[Tensor, Tensor], Any])
 
 def ancestors_dropped(patch: Patch) -> None:
     """A node sees itself and the committed text only."""
-    wide = loop.tree_step
+    wide = round_module.tree_step
 
     def wrong(slab: Slab, depth: Tensor, above: Tensor) -> Step:
         own = torch.eye(above.shape[1], dtype=torch.bool).expand_as(above)
         return wide(slab, depth, own)
 
-    patch.setattr(loop, "tree_step", wrong)
+    patch.setattr(round_module, "tree_step", wrong)
 
 
 def siblings_seen(patch: Patch) -> None:
     """A node sees every node before it, as in a chain."""
-    wide = loop.tree_step
+    wide = round_module.tree_step
 
     def wrong(slab: Slab, depth: Tensor, above: Tensor) -> Step:
         return wide(slab, depth, torch.ones_like(above).tril())
 
-    patch.setattr(loop, "tree_step", wrong)
+    patch.setattr(round_module, "tree_step", wrong)
 
 
 def positions_by_slot(patch: Patch) -> None:
     """Nodes stand one after another instead of siblings side by side."""
-    right = loop.tree_step
+    right = round_module.tree_step
 
     def wrong(slab: Slab, depth: Tensor, above: Tensor) -> Step:
         return right(slab, torch.arange(depth.shape[1]).expand_as(depth), above)
 
-    patch.setattr(loop, "tree_step", wrong)
+    patch.setattr(round_module, "tree_step", wrong)
 
 
 def noise_by_slot(patch: Patch) -> None:
@@ -148,8 +149,8 @@ def noise_by_slot(patch: Patch) -> None:
         slots = position[:, :1] + torch.arange(position.shape[1])
         return choice(logits, sampler, noise, slots)
 
-    choice = loop._own_choice
-    patch.setattr(loop, "_own_choice", wrong)
+    choice = round_module.own_choice
+    patch.setattr(round_module, "own_choice", wrong)
 
 
 def drafts_see_siblings(patch: Patch) -> None:

@@ -38,7 +38,11 @@ def match_tree(
 ) -> Accepted:
     """accept.match_tree as the decoder calls it."""
     length = torch.full_like(tokens[:, 0], tokens.shape[1])
-    return accept.match_tree(tokens, parents, shape, length, draws.pick(p))
+    choice = draws.pick(p)  # (B, N)
+    k = int(shape[0].max())
+    return accept.match_tree(
+        tokens, parents, length, k, lambda node: choice.gather(1, node.unsqueeze(1)).squeeze(1)
+    )
 
 
 class Coins:

@@ -135,19 +135,27 @@ def block(drafts: Tensor, length: Tensor, p: Tensor, q: Tensor, draws: Draws) ->
 
 
 def match_tree(
-    tokens: Tensor, parents: Tensor, shape: tuple[Tensor, Tensor], length: Tensor, choice: Tensor
+    tokens: Tensor, parents: Tensor, length: Tensor, k: int, choose: Callable[[Tensor], Tensor]
 ) -> Accepted:
     """`match` on a tree whose siblings differ: at most one child of a node is the target's choice.
 
-    tokens, parents (B, N); shape: attention.tree_shape(parents); length (B,) valid nodes; choice
-    (B, N): the target's own token after each node.
+    tokens, parents (B, N); length (B,) valid nodes; k: depth of the deepest. choose(node (B,)): the
+    target's own token (B,) after a node, the same one whenever it is asked. Only nodes on the path
+    are asked for, as a choice costs a pass over the vocabulary.
     """
-    depth, above = shape  # (B, N), (B, N, N)
     node = torch.arange(tokens.shape[1], device=tokens.device)
-    right = tokens == choice.gather(1, parents.clamp(min=0))
-    right = (right & (node < length.unsqueeze(1))) | (node == 0)
-    whole = right & ~(above & ~right.unsqueeze(1)).any(2)  # the node and all above it
-    return _along(whole, depth, node, lambda last: choice.gather(1, last).squeeze(1))
+    valid = node < length.unsqueeze(1)
+    at = torch.zeros_like(length)
+    count = torch.zeros_like(length)
+    path = [at]
+    for _ in range(k):
+        token = choose(at).unsqueeze(1)
+        child = valid & (parents == at.unsqueeze(1)) & (tokens == token) & (node > 0)  # (B, N)
+        found = child.any(1)
+        at = torch.where(found, (child * node).amax(1), at)
+        path.append(torch.where(found, at, 0))
+        count = count + found
+    return Accepted(count, choose(at), torch.stack(path, dim=1))
 
 
 def _along(

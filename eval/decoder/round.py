@@ -164,12 +164,18 @@ class Rounds:
     def _judge(self) -> accept.Accepted:
         tokens, parents = self.proposal.tokens, self.proposal.parents
         length, q = self.proposal.length, self.proposal.q
-        if q is None:
-            position = self.slab.length.unsqueeze(1) + 1 + self.shape[0]  # (B, N) after each node
+        position = self.slab.length.unsqueeze(1) + 1 + self.shape[0]  # (B, N) after each node
+        if q is None and self.policy.is_chain:
             choice = own_choice(self.logits, self.sampler, self.noise, position)
-            if self.policy.is_chain:
-                return accept.match(tokens[:, 1:], length, choice)
-            return accept.match_tree(tokens, parents, self.shape, length, choice)
+            return accept.match(tokens[:, 1:], length, choice)
+        if q is None:
+            row = torch.arange(len(length), device=length.device)
+
+            def choose(node: Tensor) -> Tensor:
+                logits, where = self.logits[row, node].unsqueeze(1), position[row, node]
+                return own_choice(logits, self.sampler, self.noise, where.unsqueeze(1))[:, 0]
+
+            return accept.match_tree(tokens, parents, length, self.policy.k, choose)
         assert self.drafter is not None
         p = self.sampler.probs(self.logits)
         draws = accept.KeyedDraws(self.noise, self.slab.length)

@@ -216,7 +216,7 @@ def text_steps(subject: Subject) -> Steps:
                 label = f"{policy}, T={sampler.temperature:g}, batch {len(subject.prompts)}, {name}"
                 step = drafted(lambda d=drafter: d, name, policy, sampler, subject.all)  # type: ignore[misc]
                 yield f"{label}: transformers' text", step
-    yield "a text that ends inside a block", lambda: _ends_inside(subject, knowing(GREEDY))
+    yield "a text that ends inside a block", lambda: _ends_inside(subject, knowing)
 
 
 def policies(drafter: Drafter) -> list[Policy]:
@@ -314,33 +314,40 @@ def _inside(text: Text) -> list[int]:
     return [i for i in places if i + 1 < len(text.tokens)]
 
 
-def _ends_inside(subject: Subject, drafter: Drafter) -> Outcome:
+def _ends_inside(subject: Subject, knowing: Callable[[Sampler], Drafter]) -> Outcome:
     """An accepted draft becomes an end token: nothing after it may be kept."""
     tried = []
-    for policy in policies(drafter):
-        texts = subject.decode(drafter, policy, GREEDY, subject.all, "rehearsed")
-        found = next(
-            (
-                (row, i)
-                for row, text in enumerate(texts)
-                for i in _inside(text)
-                if text.tokens[i] not in text.tokens[:i]
-            ),
-            None,
-        )
+    for policy in policies(knowing(GREEDY)):
+        found = _first_inside(subject, knowing, policy)
         if found is None:
             return False, f"{policy}: no text has a token that first comes inside a block"
-        row, i = found
-        eos = texts[row].tokens[i]
-        known = subject.generate(row, eos)
-        text = subject.decode(drafter, policy, GREEDY, subject.all, eos=eos)[row]
+        sampler, row, whole, i = found
+        eos = whole[i]
+        text = subject.decode(knowing(sampler), policy, sampler, subject.all, eos=eos)[row]
+        known = subject.generate(row, eos) if sampler.greedy else whole[: i + 1]
         if text.tokens != known or len(known) != i + 1 or text.finish != "stop":
             return (
                 False,
                 f"{policy}: text {row} should end after {i + 1} tokens, kept {text.tokens}",
             )
-        tried.append(f"{policy} after {i + 1} tokens")
+        tried.append(f"{policy}, T={sampler.temperature:g}, after {i + 1} tokens")
     return True, "; ".join(tried)
+
+
+def _first_inside(
+    subject: Subject, knowing: Callable[[Sampler], Drafter], policy: Policy
+) -> tuple[Sampler, int, list[int], int] | None:
+    """A text's sampler, row and tokens, and a place inside a block whose token is new there.
+
+    Greedy texts of a target that repeats itself may have none; sampled ones do.
+    """
+    for sampler in (GREEDY, WARM):
+        texts = subject.decode(knowing(sampler), policy, sampler, subject.all, "rehearsed")
+        for row, text in enumerate(texts):
+            for i in _inside(text):
+                if text.tokens[i] not in text.tokens[:i]:
+                    return sampler, row, text.tokens, i
+    return None
 
 
 def parity_steps(subject: Subject) -> Steps:

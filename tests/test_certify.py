@@ -26,7 +26,11 @@ from draftsmith.eval.rehearsal import Rehearsed
 from test_cli import door, signals  # noqa: F401  (fixtures)
 
 VOCAB = 12
-FAMILIES = [*tiny.SETTINGS, *tiny.CHAINS]
+QUICK = ("Llama", "Gemma3", "GptOss", "DeepseekV3", "Bloom")
+FAMILIES = [
+    pytest.param(family, marks=[] if family in QUICK else [pytest.mark.slow])
+    for family in (*tiny.SETTINGS, *tiny.CHAINS)
+]
 
 
 def subject(family: str, tokens: int = 16) -> Subject:

@@ -16,15 +16,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from draftsmith.drafters.attention import tree_shape
 from draftsmith.drafters.policy import StaticTree
 from draftsmith.eval.decoder.accept import Accepted
 
 Result = TypeVar("Result")
 Laws = list[Tensor]  # entry j (V,) * j + (V,): the law of token j after each prefix
 ChainRule = Callable[[Tensor, Tensor, Tensor, Tensor, Any], Accepted]  # as accept.chain
-# As accept.without_replacement: (tokens, parents, shape, p, q, draws).
-TreeRule = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], Tensor, Tensor, Any], Accepted]
+# As accept.without_replacement: (tokens, parents, p, q, draws).
+TreeRule = Callable[[Tensor, Tensor, Tensor, Tensor, Any], Accepted]
 
 
 class Script:
@@ -199,7 +198,6 @@ def emitted_tree(
     ranked: the tokens of a tree in which nothing is drawn, the root's (any) first.
     """
     parents = torch.tensor([tree.parents])
-    shape = tree_shape(parents)
     V, K = len(p[0]), tree.k
     out = torch.zeros(K + 1, *(V,) * (K + 1), dtype=torch.float64)
     fillings = [(1.0, ranked)] if ranked else _drawn(tree.parents, q, [0], [()])
@@ -209,7 +207,6 @@ def emitted_tree(
         inputs = (
             torch.tensor([tokens]),
             parents,
-            shape,
             torch.stack([p[len(prefix)][prefix] for prefix in prefixes]).unsqueeze(0),
             torch.stack([q[len(prefix)][prefix] for prefix in inner]).unsqueeze(0),
         )

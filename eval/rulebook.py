@@ -33,13 +33,11 @@ def match(drafts: Tensor, length: Tensor, p: Tensor, q: Tensor, draws: Any) -> A
     return accept.match(drafts, length, draws.pick(p))
 
 
-def match_tree(
-    tokens: Tensor, parents: Tensor, shape: tuple[Tensor, Tensor], p: Tensor, q: Tensor, draws: Any
-) -> Accepted:
+def match_tree(tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, draws: Any) -> Accepted:
     """accept.match_tree as the decoder calls it."""
     length = torch.full_like(tokens[:, 0], tokens.shape[1])
     choice = draws.pick(p)  # (B, N)
-    k = int(shape[0].max())
+    k = tokens.shape[1] - 1  # no path is longer
     return accept.match_tree(
         tokens, parents, length, k, lambda node: choice.gather(1, node.unsqueeze(1)).squeeze(1)
     )
@@ -61,9 +59,7 @@ def corrected_from_p(drafts: Tensor, length: Tensor, p: Tensor, q: Tensor, draws
     return Accepted(count, draws.pick(p[torch.arange(len(count)), count]))
 
 
-def not_renormalised(
-    tokens: Tensor, parents: Tensor, shape: tuple[Tensor, Tensor], p: Tensor, q: Tensor, draws: Any
-) -> Accepted:
+def not_renormalised(tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, draws: Any) -> Accepted:
     """Wrong: siblings drawn without replacement, each judged by the q of the first. Depth 1."""
     here = p[:, 0]
     path = torch.zeros_like(tokens)

@@ -24,13 +24,14 @@ from draftsmith.drafters.base import Policy
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.cache import Slab
 from draftsmith.drafters.policy import Tree
-from draftsmith.drafters.sampling import Noise, Sampler
+from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval import walk
 from draftsmith.eval.certify import Subject, text_steps
 from draftsmith.eval.decoder import accept
 from draftsmith.eval.decoder import round as round_module
 from draftsmith.eval.decoder.loop import Decoder
+from draftsmith.eval.decoder.round import Rounds
 from draftsmith.eval.parity import compare
 
 Patch = pytest.MonkeyPatch
@@ -102,8 +103,8 @@ def path_by_count(patch: Patch) -> None:
         out.path = torch.arange(out.path.shape[1]).expand_as(out.path)
         return out
 
-    along = accept._along
-    patch.setattr(accept, "_along", wrong)
+    along = accept.match_tree
+    patch.setattr(accept, "match_tree", wrong)
 
 
 def reshaped(patch: Patch, module: Any, change: Callable[[Tensor, Tensor], Any]) -> None:
@@ -145,12 +146,15 @@ def positions_by_slot(patch: Patch) -> None:
 def noise_by_slot(patch: Patch) -> None:
     """The target's own draw after a node is keyed by the node's number, not by its place."""
 
-    def wrong(logits: Tensor, sampler: Sampler, noise: Noise, position: Tensor) -> Tensor:
-        slots = position[:, :1] + torch.arange(position.shape[1])
-        return choice(logits, sampler, noise, slots)
+    def wrong(self: Rounds) -> accept.Accepted:
+        depth, above = self.shape
+        self.shape = (torch.arange(depth.shape[1]).expand_as(depth), above)
+        out = judge(self)
+        self.shape = (depth, above)
+        return out
 
-    choice = round_module.own_choice
-    patch.setattr(round_module, "own_choice", wrong)
+    judge = Rounds._judge
+    patch.setattr(Rounds, "_judge", wrong)
 
 
 def drafts_see_siblings(patch: Patch) -> None:

@@ -481,14 +481,14 @@ def test_sampled_law(policy: Policy, sampler: Sampler, monkeypatch: pytest.Monke
 
 
 def judged_by_the_first_law(
-    tokens: Tensor, parents: Tensor, shape: Any, p: Tensor, q: Tensor, draws: Any
+    tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, draws: Any
 ) -> Any:
     """Siblings drawn without replacement, but the law is not thinned after a refusal."""
 
     thinned = torch.Tensor.scatter
     try:
         torch.Tensor.scatter = lambda self, dim, index, value: self  # type: ignore[method-assign]
-        return RIGHT(tokens, parents, shape, p, q, draws)
+        return RIGHT(tokens, parents, p, q, draws)
     finally:
         torch.Tensor.scatter = thinned  # type: ignore[method-assign]
 

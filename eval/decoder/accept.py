@@ -158,22 +158,9 @@ def match_tree(
     return Accepted(count, choose(at), torch.stack(path, dim=1))
 
 
-def _along(
-    kept: Tensor, depth: Tensor, node: Tensor, token: Callable[[Tensor], Tensor]
-) -> Accepted:
-    """Accepted of kept (B, N) nodes, one at each depth; token((B, 1) last node) -> (B,)."""
-    count = torch.where(kept, depth, 0).amax(1)  # (B,)
-    at = torch.where(kept, depth, depth.shape[1])  # (B, N); the surplus column is cut off
-    path = torch.zeros_like(depth[:, :1]).expand(-1, depth.shape[1] + 1).contiguous()
-    path.scatter_(1, at, node.expand_as(at))
-    last = path.gather(1, count.unsqueeze(1))
-    return Accepted(count, token(last), path[:, :-1])
-
-
 def without_replacement(
     tokens: Tensor,
     parents: Tensor,
-    shape: tuple[Tensor, Tensor],
     p: Tensor,
     q: Tensor,
     draws: Draws,
@@ -181,19 +168,16 @@ def without_replacement(
     """Trees whose siblings were drawn from q without replacement (Jeon et al. 2402.14160;
     Chen et al. 2402.12374): a refused child's residual is judged by q without that child.
 
-    tokens, parents (B, N); shape: attention.tree_shape(parents); p (B, N, V): the target's law
-    after each node; q (B, N, V): the law that each node's first child was drawn from.
+    tokens, parents (B, N); p (B, N, V): the target's law after each node; q (B, N, V): the law that
+    each node's first child was drawn from.
     """
-    depth, _ = shape
-    B, N = tokens.shape
-    row = torch.arange(B, device=tokens.device)
-    node = torch.arange(N, device=tokens.device)
-    kept = (node == 0).expand(B, -1).clone()
-    at = torch.zeros_like(row)
+    at = torch.zeros_like(tokens[:, 0])  # the node reached, and how many drafts lead there
+    count = torch.zeros_like(at)
+    path = torch.zeros_like(tokens)
     here = p[:, 0]  # (B, V) what is left of the target's law at the node reached
     law = q[:, 0]
     # Nodes in order: a sibling is judged after its elders, a child after its parent.
-    for i in range(1, N):
+    for i in range(1, tokens.shape[1]):
         asked = parents[:, i] == at  # rows that stand at its parent
         x = tokens[:, i].unsqueeze(1)
         mass, total = law.sum(1), here.sum(1)
@@ -209,6 +193,6 @@ def without_replacement(
         law = torch.where(asked.unsqueeze(1), law.scatter(1, x, 0.0), law)
         here = torch.where(won.unsqueeze(1), p[:, i], here)
         law = torch.where(won.unsqueeze(1), q[:, i], law)
-        at = torch.where(won, i, at)
-        kept[:, i] = won
-    return _along(kept, depth, node, lambda _: draws.pick(here))
+        at, count = torch.where(won, i, at), count + won
+        path.scatter_(1, count.unsqueeze(1), at.unsqueeze(1))
+    return Accepted(count, draws.pick(here), path)

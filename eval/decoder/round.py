@@ -181,7 +181,7 @@ class Rounds:
         draws = accept.KeyedDraws(self.noise, self.slab.length)
         q = self.drafter.vocab.spread(q)  # (B, N, V)
         if not self.policy.is_chain:
-            return accept.without_replacement(tokens, parents, self.shape, p, q, draws)
+            return accept.without_replacement(tokens, parents, p, q, draws)
         rule = accept.block if self.policy.block else accept.chain
         return rule(tokens[:, 1:], length, p, q[:, : tokens.shape[1] - 1], draws)
 

@@ -155,7 +155,7 @@ def _attention(
     pack = groups > 1 and T <= _PACK and s_aux is None
     if pack:  # few queries: put the group into the query axis rather than repeat K and V
         query = query.reshape(B, key.shape[1], groups * T, D)
-        mask = mask.repeat(1, 1, groups, 1)
+        mask = mask.repeat(1, 1, groups, 1) if T > 1 else mask
     elif groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     if softcap is None and s_aux is None:

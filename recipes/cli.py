@@ -30,7 +30,9 @@ SUITE = "A JSON/JSONL file, a folder of them, or a data set on the hub; default:
 Seed = Annotated[int, typer.Option(help="Keys every draw.")]
 
 
-@app.command(epilog="Example: draftsmith quickstart; run again, it goes on, or decodes again")
+@app.command(
+    epilog="Example: draftsmith quickstart runs/demo; run again, it goes on, or decodes again"
+)
 def quickstart(
     folder: Annotated[Path, typer.Argument(help="Where everything goes.")] = Path(
         "runs/quickstart"
@@ -206,8 +208,8 @@ def certify(
 
 
 @app.command(
-    epilog="Examples: draftsmith bench smollm2 ngram runs/smol-small/best --k 2,4; "
-    "draftsmith bench --shape llama-8b --alpha 0.7 --batch 1,4,16"
+    epilog="Example: draftsmith bench smollm2 ngram runs/smol-small/best --k 2,4; "
+    "without weights: draftsmith bench --shape llama-8b --alpha 0.7 --batch 1,4,16"
 )
 def bench(
     target: Annotated[

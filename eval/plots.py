@@ -1,7 +1,8 @@
-"""The report's six charts, each drawn from report.json alone."""
+"""The report's six charts, each drawn from report.json alone; two serve the quickstart too."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from draftsmith.eval.charts import Chart, span, ticks
@@ -126,28 +127,32 @@ def speedup_by_k(report: Report) -> str:
 def round_time(report: Report) -> str:
     """What a round is made of at each k, beside a step without drafting."""
     costs = report["speed"][report["served"]]["costs_ms"]
-    rows = [("step", [("verify", costs["step"])], costs["step"])]
+    rows = [("no drafts", {"step": costs["step"]}, costs["step"])]
     for k, whole in costs["round"].items():
         width = str(int(k) + 1)
-        parts = [("draft", costs["draft"][k]), ("verify", costs["verify"][width])]
-        rows.append((f"k = {k}", [*parts, ("host", costs["host"])], whole))
+        parts = {"draft": costs["draft"][k], "verify": costs["verify"][width]}
+        rows.append((f"k = {k}", parts | {"host": costs["host"]}, whole))
+    return stacks("a round's time", rows)
+
+
+def stacks(title: str, rows: Sequence[tuple[str, dict[str, float], float]]) -> str:
+    """Rows of (name, parts in ms, all of them in ms), a bar each; a part's name is its style."""
     longest = max(whole for *_, whole in rows)
-    height = 34 * len(rows) + 58
-    chart = Chart("a round's time", (0, 1.16 * longest), (len(rows), 0), height, 52)
+    chart = Chart(title, (0, 1.18 * longest), (len(rows), 0), 34 * len(rows) + 58, 64)
     for i, (name, parts, whole) in enumerate(rows):
         x, y = chart.at(0, i + 0.5)
         chart.text(x - 8, y + 4, name, "tick end")
         start = 0.0
-        for part, value in parts:
+        for part, value in parts.items():
             told = f"{name}: {part} {value:.1f} ms"
-            chart.bar(start, start + value, i + 0.82, i + 0.18, part if i else "plain", told)
+            chart.bar(start, start + value, i + 0.82, i + 0.18, part, told)
             start += value
         chart.text(*_right(chart, start, i + 0.5), f"{whole:.1f} ms", "value")
     return chart.svg()
 
 
 def accepted_lengths(report: Report) -> str:
-    """Share of verify passes that accepted 0, 1, .. k drafts, by sampler."""
+    """Share of verify passes that accepted 0, 1, .. k drafts; a series for each name."""
     rows = report["histogram"]
     shares = [f["share"] for f in rows.values()]
     chart = Chart(

@@ -67,7 +67,7 @@ def assemble(
             name: _speed(costs[name], r, about["drafter"]["parameters"], best["tokens_learned"])
             for name, r in found.items()
         },
-        "histogram": {name: _histogram(d["decode"]["histogram"]) for name, d in decode.items()},
+        "histogram": {name: histogram(d["decode"]["histogram"]) for name, d in decode.items()},
         "sample_text": sample_text,
     }
 
@@ -108,7 +108,8 @@ def _speed(costs: Costs, found: Report, parameters: int, learned: int) -> Report
     }
 
 
-def _histogram(passes: list[int]) -> Report:
+def histogram(passes: list[int]) -> Report:
+    """passes: how many accepted 0, 1, .. k drafts, and their shares."""
     return {"passes": passes, "share": [n / max(sum(passes), 1) for n in passes]}
 
 
@@ -129,6 +130,11 @@ def write(report: Report, folder: Path) -> list[Path]:
 
 def page(report: Report, template: str) -> str:
     """report.json as a page."""
+    return render(template, report, plots.plots(report))
+
+
+def render(template: str, report: Report, charts: Mapping[str, str]) -> str:
+    """A template of this folder, filled from a report; charts: SVG by name."""
     env = Environment(
         loader=PackageLoader("draftsmith.eval", "."),
         autoescape=template.endswith(".html.j2"),
@@ -137,8 +143,8 @@ def page(report: Report, template: str) -> str:
         lstrip_blocks=True,
     )
     env.filters |= {"fixed": fixed, "interval": interval}
-    charts = {name: Markup(svg) for name, svg in plots.plots(report).items()}
-    return env.get_template(template).render(report, plots=charts)
+    drawn = {name: Markup(svg) for name, svg in charts.items()}
+    return env.get_template(template).render(report, plots=drawn)
 
 
 def fixed(value: float | None, digits: int = 3) -> str:

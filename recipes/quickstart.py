@@ -3,7 +3,7 @@
     FOLDER/samples/          about 20,000 tokens of the target's answers
     FOLDER/small/, eagle/    runs of recipes smol-small and smol-eagle3, shortened
     FOLDER/decoded/          while it decodes: what is measured already, one file a drafter
-    FOLDER/report.{json,md}
+    FOLDER/report.{json,md,html}
 
 Every stage leaves nothing half made behind. Interrupted, it goes on where it was; run again, it
 keeps samples and drafters and decodes again.
@@ -22,9 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter
@@ -32,7 +30,8 @@ from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval.evaluate import evaluate
-from draftsmith.eval.provenance import provenance
+from draftsmith.recipes import quickstart_report as pages
+from draftsmith.recipes.quickstart_report import NAMES
 from draftsmith.train import checkpoint, recipe
 from draftsmith.train.__main__ import train
 from draftsmith.train.progress import CountLine, clock
@@ -46,21 +45,6 @@ STAGES = (
     "training an EAGLE-3 head",
     "decoding with each drafter, replay and parity",
     "report",
-)
-NAMES = {"ngram": "n-gram", "small": "small", "eagle": "EAGLE-3"}
-COLUMNS = {  # title, digits
-    "tau_replay": ("tau, replay", 3),
-    "tau_decode": ("tau, decode", 3),
-    "alpha_0": ("alpha_0", 3),
-    "tokens_per_s": ("tokens/s", 1),
-    "speedup": ("speedup", 2),
-    "predicted_speedup": ("predicted", 2),
-    "break_even_tau": ("break-even tau", 2),
-}
-REAL_RUN = (
-    "Published EAGLE-3 heads read some 500,000 of their target's answers two or three times "
-    "(vllm-project/speculators, Qwen3-8B: tau 2.8 to 3.0), a thousand times and more of what is "
-    "seen here."
 )
 
 
@@ -108,11 +92,19 @@ def quickstart(folder: Path, demo: Demo | None = None) -> int:
     with _stage(4):
         decoded = {name: _decoded(folder, name, target, demo) for name in NAMES}
     with _stage(5):
-        report = _report(decoded, demo, len(samples), tokens, learned)
-        _write(folder, report)
-    Console().print(_table(report))
+        about = {
+            "target": demo.target,
+            "temperature": demo.temperature,
+            "k": demo.k,
+            "samples": {"answers": len(samples), "tokens": tokens},
+            "positions_learned": learned,
+        }
+        report = pages.assemble(about, decoded)
+        pages.write(folder, report)
+        shutil.rmtree(folder / "decoded")  # it counts as said from now on
+    Console().print(pages.table(report))
     print(report["about"])
-    print(f"written: {folder / 'report.json'}, report.md")
+    print(f"written: {folder / 'report.html'}, report.md, report.json")
     broken = [name for name, found in decoded.items() if not found["parity"]["holds"]]
     for name in broken:
         _say(f"error: {name}: decoder and replay disagree; this is a bug in draftsmith")
@@ -170,77 +162,6 @@ def _drafter(folder: Path, name: str, target: Target) -> Drafter:
         return base.load(folder / name / "best", target)
     ngram = base.family("ngram")
     return ngram.create(target, ngram.Config())
-
-
-def _report(
-    decoded: dict[str, dict[str, Any]],
-    demo: Demo,
-    answers: int,
-    tokens: int,
-    learned: dict[str, int],
-) -> dict[str, Any]:
-    """report.json: the table, what the demo saw, and each drafter's whole evaluation."""
-    seen = " and ".join(f"{NAMES[name]} learned from {n:,}" for name, n in learned.items())
-    about = (
-        f"This is a demo: {answers} answers, {tokens:,} tokens at temperature "
-        f"{demo.temperature:g}; {seen} positions (repeats counted). {REAL_RUN}"
-    )
-    return {
-        "about": about,
-        "target": demo.target,
-        "temperature": demo.temperature,
-        "k": demo.k,
-        "samples": {"answers": answers, "tokens": tokens},
-        "positions_learned": learned,
-        "table": {name: _row(found) for name, found in decoded.items()},
-        "decoded": decoded,
-        **provenance(),
-    }
-
-
-def _row(found: dict[str, Any]) -> dict[str, float | None]:
-    """One drafter's figures."""
-    decode, replay = found["decode"], found["replay"]
-    return {
-        "tau_replay": replay["tau"],
-        "tau_decode": decode["tau"],
-        "alpha_0": replay["alpha"][0],
-        "tokens_per_s": decode["tokens_per_s"],
-        "speedup": decode["speedup"],
-        "predicted_speedup": found["predicted_speedup"],
-        "break_even_tau": found["break_even_tau"],
-    }
-
-
-def _cells(report: dict[str, Any]) -> Iterator[list[str]]:
-    """The table's rows as text; "-" where nothing was drafted."""
-    for name, row in report["table"].items():
-        values = [(row[key], digits) for key, (_, digits) in COLUMNS.items()]
-        yield [NAMES[name], *("-" if v is None else f"{v:.{digits}f}" for v, digits in values)]
-
-
-def _table(report: dict[str, Any]) -> Table:
-    title = f"Drafters for {report['target']}, temperature {report['temperature']:g}, "
-    title += f"k={report['k']}"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
-    table.add_column("")
-    for column, _ in COLUMNS.values():
-        table.add_column(column, justify="right")
-    for row in _cells(report):
-        table.add_row(*row)
-    return table
-
-
-def _write(folder: Path, report: dict[str, Any]) -> None:
-    """The report's files; what is decoded counts as said from then on."""
-    lines = ["| " + " | ".join(["drafter", *(title for title, _ in COLUMNS.values())]) + " |"]
-    lines += ["| --- |" + " ---: |" * len(COLUMNS)]
-    lines += ["| " + " | ".join(row) + " |" for row in _cells(report)]
-    title = f"# Quickstart: drafters for {report['target']}, k={report['k']}\n\n"
-    text = title + "\n".join(lines) + f"\n\n{report['about']}\n"
-    checkpoint.write(folder / "report.md", text)
-    checkpoint.write(folder / "report.json", json.dumps(report, indent=1) + "\n")
-    shutil.rmtree(folder / "decoded")
 
 
 @contextmanager

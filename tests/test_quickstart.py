@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,17 @@ pytest.importorskip("datasets")
 
 import quick
 import training
+from draftsmith.eval import report as eval_report
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.recipes import quickstart as house
-from draftsmith.recipes.quickstart import COLUMNS, NAMES, STAGES, quickstart
+from draftsmith.recipes import quickstart_report as pages
+from draftsmith.recipes.quickstart import STAGES, quickstart
+from draftsmith.recipes.quickstart_report import COLUMNS, NAMES
 from draftsmith.train import checkpoint
 from draftsmith.train.loop import Trainer
+from walker import NUMBER, Visible, strangers
+
+ABOUT = ("target", "temperature", "k", "samples", "positions_learned")
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +74,83 @@ def test_report(whole: Path) -> None:
 
 def cells(row: dict[str, float]) -> list[str]:
     return [f"{row[key]:.{digits}f}" for key, (_, digits) in COLUMNS.items()]
+
+
+def check_numbers(found: dict[str, Any]) -> None:
+    """The page's figures are roundings of report.json's, and the table's are all there."""
+    words = " ".join(Visible(pages.page(found)).words)
+    assert len(NUMBER.findall(words)) > 80
+    assert strangers(words, found) == []
+    for row in found["table"].values():
+        assert all(cell in words for cell in cells(row))
+
+
+def test_every_number_is_in_the_json(whole: Path) -> None:
+    check_numbers(report(whole))
+
+
+def test_a_number_from_elsewhere_shows(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = eval_report.fixed
+
+    def off(value: float | None, digits: int = 3) -> str:
+        return right(None if value is None else value + 0.0137, digits)
+
+    monkeypatch.setattr(eval_report, "fixed", off)
+    with pytest.raises(AssertionError):
+        check_numbers(report(whole))
+
+
+def test_the_page(whole: Path) -> None:
+    """It stands alone, says that it is a demo, names the drafters and where to go next."""
+    found, page = report(whole), (whole / "report.html").read_text(encoding="utf-8")
+    assert page == pages.page(found)
+    assert Visible(page).loads == []
+    assert "url(" not in page and "@import" not in page and "http" not in page
+    assert "prefers-color-scheme: dark" in page and 'name="viewport"' in page
+    words = unescape(page)
+    assert found["about"] in words and all(line in words for line in found["next"])
+    assert "for 3 of 3 drafters" in page and "BROKEN" not in page
+    assert page.count("Equal as integers") == 1 and page.count("draft by draft z") == 2
+    drawn = page[page.index("<svg") :]
+    k, drafters = found["k"], len(NAMES)
+    assert drawn.count("<rect") == 4 * drafters + (k + 1) * drafters
+
+
+def test_figures_of_the_page(whole: Path) -> None:
+    """Sums and choices that the page adds to the evaluations, against the evaluations."""
+    found = report(whole)
+    for name, evaluated in found["decoded"].items():
+        decode, told = evaluated["decode"], found["round_ms"][name]
+        assert told["whole"] / told["step"] == pytest.approx(evaluated["break_even_tau"])
+        assert found["histogram"][NAMES[name]]["passes"] == decode["histogram"]
+    taus = {name: row["tau_replay"] for name, row in found["table"].items()}
+    assert taus[found["best"]] == max(taus.values())
+    speedups = [row["speedup"] for row in found["table"].values()]
+    assert found["table"][found["fastest"]]["speedup"] == max(speedups)
+
+
+def test_the_page_tells_broken_parity(whole: Path) -> None:
+    """Of a sampled drafter and of one without chance; a target's name is no markup."""
+    before = report(whole)
+    for name in ("small", "ngram"):
+        decoded = json.loads(json.dumps(before["decoded"]))
+        decoded[name]["parity"] |= {"holds": False, "equal": False}
+        about = {key: before[key] for key in ABOUT} | {"target": "<b>x</b>"}
+        page = pages.page(pages.assemble(about, decoded))
+        assert ">BROKEN<" in page and "for 2 of 3 drafters" in page
+        assert page.count("broken.") == 1 and "<b>x" not in page
+        assert ("Not equal" in page) == (name == "ngram")
+
+
+def test_nothing_was_drafted(whole: Path) -> None:
+    """Texts of one token: no pass, no figure; the page shows dashes."""
+    before = report(whole)
+    decoded = json.loads(json.dumps(before["decoded"]))
+    decoded["ngram"]["replay"] |= {"tau": None, "tau_ci": [None, None], "alpha": [None, None]}
+    decoded["ngram"]["decode"] |= {"tau": None, "speedup": None, "tokens_per_s": None}
+    decoded["ngram"] |= {"predicted_speedup": None, "break_even_tau": None}
+    found = pages.assemble({key: before[key] for key in ABOUT}, decoded)
+    assert found["best"] != "ngram" and "–" in pages.page(found)
 
 
 def test_again_decodes_only(

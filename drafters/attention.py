@@ -130,7 +130,9 @@ def _mask(*args: Any, mask_function: Callable, **kwargs: Any) -> Tensor:
     head = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
     q = step.positions[:, None, :, None]
     kv = step.key_positions[:, None, None, :]
-    return mask_function(b, head, q, kv) & step.visible.unsqueeze(1)
+    seen = mask_function(b, head, q, kv) & step.visible.unsqueeze(1)
+    # An ended row may stand past the view, its window empty: a softmax over nothing is NaN.
+    return seen | ~seen.any(-1, keepdim=True)
 
 
 def _attention(

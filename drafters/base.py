@@ -73,6 +73,7 @@ class Drafter(nn.Module, ABC):
     depth_causal: ClassVar[bool] = True  # depth j does not depend on k
     rows_shared: ClassVar[bool] = False  # one row serves every (a, j) with the same a + j
     trees: ClassVar[bool] = False  # whether it can draft trees
+    capturable: ClassVar[bool] = True  # extend and propose read nothing on the host
 
     def __init__(self, target: Target, config: Any) -> None:
         super().__init__()
@@ -115,6 +116,9 @@ class Drafter(nn.Module, ABC):
         the anchor. A row with count 0 stays as it is.
         """
 
+    def begin(self, state: Any) -> None:
+        """The whole prompt has been given: from here on each extend follows a propose."""
+
     @abstractmethod
     def propose(
         self, state: Any, root: Tensor, policy: Policy, sampler: Sampler, noise: Noise
@@ -137,8 +141,18 @@ class Drafter(nn.Module, ABC):
                 )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Drafter:
-        """What `to` goes through: the vocabulary, no buffer, follows the weights."""
+        """What `to` goes through: the vocabulary follows, and rope's frequencies keep fp32."""
+        exact = [
+            (module, name, buffer)
+            for module in self.modules()
+            for name in module._non_persistent_buffers_set
+            if (buffer := module._buffers[name]) is not None and buffer.is_floating_point()
+        ]
         super()._apply(fn, recurse)
+        for module, name, buffer in exact:
+            moved = module._buffers[name]
+            assert moved is not None
+            module._buffers[name] = buffer.to(moved.device)
         first = next(self.parameters(), None)
         if first is not None:
             self.vocab.to(first.device)

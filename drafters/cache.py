@@ -86,7 +86,7 @@ class Slab:
     def gather(self, start: Tensor, path: Tensor) -> None:
         """Copies slots start + path (B, D) to start.. (B,): a tree's accepted path, made a chain.
 
-        path is ascending along D, so a copy never overwrites a slot that is still to be read.
+        All slots are read before any is written. What lies past the accepted part is left over.
         """
         D = path.shape[1]
         source = start.unsqueeze(1) + path

@@ -77,6 +77,19 @@ class CausalLM(nn.Module):
         return self.lm_head.weight.shape[0]
 
     @property
+    def max_positions(self) -> int:
+        """The longest text that the model's positions allow.
+
+        With longrope only up to its original length: beyond it all frequencies change, in every
+        row of a batch at once, and a block across it is not what decoding one by one computes.
+        """
+        longest = getattr(self.config, "max_position_embeddings", None) or 1 << 30
+        for rope in _ropes(self.config):
+            if rope.get("rope_type") == "longrope":
+                longest = min(longest, rope.get("original_max_position_embeddings") or longest)
+        return longest
+
+    @property
     def num_layers(self) -> int:
         return len(self.layers)
 
@@ -127,7 +140,9 @@ class CausalLM(nn.Module):
             self._parts["decoder"](
                 input_ids=tokens,
                 attention_mask=torch.ones_like(tokens),
-                position_ids=step.positions,
+                # Drafts may stand past the end, where none is kept: longrope would switch over, a
+                # table of positions would be outrun.
+                position_ids=step.positions.clamp(max=self.max_positions - 1),
                 use_cache=False,
             )
 
@@ -179,3 +194,9 @@ class CausalLM(nn.Module):
                     f"{field_name}: layer {tap!r} is not in 0..{self.num_layers} (0 = embeddings, "
                     f"{self.num_layers} = last layer before the final norm) nor 'normed'"
                 )
+
+
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    """The rope settings of a config: one, or one for each type of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [rope] if "rope_type" in rope else [v for v in rope.values() if isinstance(v, dict)]

@@ -128,8 +128,8 @@ class Eagle(Drafter):
             drafter.set_vocab(most_frequent(counts, size))
         if drafter.lm_head is not None:
             with torch.no_grad():
-                rows = drafter.vocab.kept(target.lm_head.weight.T).T
-                drafter.lm_head.weight.copy_(rows)
+                rows, ids = target.lm_head.weight, drafter.vocab.ids
+                drafter.lm_head.weight.copy_(rows if ids is None else rows[ids.to(rows.device)])
         return drafter
 
     def set_vocab(self, vocab: VocabMap) -> None:

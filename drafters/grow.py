@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -193,9 +193,10 @@ class _Layer:
     children: list[list[tuple[int, int]]]  # per expanded node: (node, rank)
 
 
-@lru_cache(maxsize=32)
+@cache
 def _layers(tree: StaticTree, device: torch.device) -> tuple[list[_Layer], Tensor]:
-    """The depths of a tree, and its parents (N,). Kept: a captured round may copy no host data."""
+    """The depths of a tree, and its parents (N,). Kept for good: a captured round copies no
+    host data, and its graph goes on reading what it read."""
     depth = [0, *(len(path) for path in tree.paths)]
     children: list[list[tuple[int, int]]] = [[] for _ in depth]
     for i, path in enumerate(tree.paths, start=1):

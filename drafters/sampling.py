@@ -133,8 +133,8 @@ def pick(weights: Tensor, uniform: Tensor) -> Tensor:
     inside = weights.gather(-1, index.clamp(max=V - 1)).double().masked_fill(index >= V, 0.0)
     mass_inside = inside.cumsum(-1)
     point = point - (mass - sums).gather(-1, block)
-    # Rounding may carry the point past a block that holds it.
-    point = torch.minimum(point, mass_inside[..., -1:] * (1 - 2.0**-52))
+    # Rounding may carry the point out of the block that holds it, on either side.
+    point = torch.minimum(point.clamp(min=0), mass_inside[..., -1:] * (1 - 2.0**-52))
     chosen = torch.searchsorted(mass_inside, point, right=True)
     return (block * _BLOCK + chosen).squeeze(-1)
 

@@ -134,6 +134,9 @@ class Small(Drafter):
         last = tokens.gather(1, (counts - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
         state.last.copy_(torch.where(counts > 0, last, state.last))
 
+    def begin(self, state: SmallState) -> None:
+        state.drafted = True
+
     def propose(
         self, state: SmallState, root: Tensor, policy: Policy, sampler: Sampler, noise: Noise
     ) -> Proposal:

@@ -95,19 +95,6 @@ class Target(CausalLM):
             ids = self.config.eos_token_id
         return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
-    @property
-    def max_positions(self) -> int:
-        """The longest text that the model's positions allow.
-
-        With longrope only up to its original length: beyond it all frequencies change, in every
-        row of a batch at once, and a block across it is not what decoding one by one computes.
-        """
-        longest = getattr(self.config, "max_position_embeddings", None) or 1 << 30
-        for rope in _ropes(self.config):
-            if rope.get("rope_type") == "longrope":
-                longest = min(longest, rope.get("original_max_position_embeddings") or longest)
-        return longest
-
     def fit_experts(self, tokens: int) -> None:
         """Experts by batched_mm, which reads nothing on the host, for a forward of few tokens.
 
@@ -233,12 +220,6 @@ class Target(CausalLM):
     def _chain_cache(self, rows: int) -> ChainCache:
         caches = [RowCache(self.config, self._run_own) for _ in range(rows)]
         return ChainCache(caches, self.device)
-
-
-def _ropes(config: Any) -> list[dict[str, Any]]:
-    """The rope settings of a config: one, or one for each type of layer."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return [rope] if "rope_type" in rope else [v for v in rope.values() if isinstance(v, dict)]
 
 
 def _outcome(check: Callable[[], float]) -> tuple[float, str]:

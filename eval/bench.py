@@ -119,8 +119,9 @@ def measure(
     batches = full_batches(prompts, cell.batch)
     ids = [[asked.ids for asked in batch] for batch in batches]
     if decoder.graphs:  # captured for each batch's capacity, and for each view as texts grow
-        for batch in ids:
-            decoder.generate(batch, sampler, max_new_tokens, seed=seed)
+        for i, batch in enumerate(ids):
+            rows = range(i * cell.batch, (i + 1) * cell.batch)
+            decoder.generate(batch, sampler, max_new_tokens, rows=rows, seed=seed)
     else:
         decoder.generate(ids[0], sampler, min(WARM_UP, max_new_tokens), seed=seed)
     rounds: list[Clock] = []

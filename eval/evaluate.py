@@ -48,7 +48,10 @@ def evaluate(
     """
 
     def decode(decoder: Decoder, what: str) -> list[Text]:
-        decoder.generate(prompts[:1], sampler, min(8, max_new_tokens), seed=seed)  # warm-up
+        # Warm-up; graphs are captured as texts grow, each in its own view of the caches.
+        for row, prompt in enumerate(prompts if decoder.graphs else prompts[:1]):
+            tokens = max_new_tokens if decoder.graphs else min(8, max_new_tokens)
+            decoder.generate([prompt], sampler, tokens, rows=[row], seed=seed)
         decoder.clock = Clock()
         texts: list[Text] = []
 

@@ -36,6 +36,7 @@ class Rehearsed(Drafter):
     family = "rehearsed"
     deterministic = True
     trees = True
+    capturable = False
 
     def __init__(self, target: Target, texts: Mapping[int, Sequence[int]]) -> None:
         super().__init__(target, None)

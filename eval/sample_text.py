@@ -16,6 +16,8 @@ from draftsmith.eval.decoder.loop import Decoder
 class _Watched:
     """A drafter whose chains are noted: the decoder keeps only what was accepted of them."""
 
+    capturable = False
+
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.chains: list[list[int]] = []

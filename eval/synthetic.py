@@ -117,9 +117,19 @@ class CoinDecoder(Decoder):
 
     def _rounds(self, *args: Any) -> Rounds:
         rounds = super()._rounds(*args)
-        # Before any graph is captured, so that the coins are in it.
-        rounds._judge = lambda: _tossed(rounds, Rounds._judge(rounds), self.alpha)  # type: ignore[method-assign]
+        assert isinstance(rounds, _CoinRounds)
+        rounds.alpha = self.alpha  # before any graph is captured
         return rounds
+
+
+class _CoinRounds(Rounds):
+    alpha: float
+
+    def _judge(self) -> Accepted:
+        return _tossed(self, super()._judge(), self.alpha)
+
+
+CoinDecoder.rounds_type = _CoinRounds
 
 
 def _tossed(rounds: Rounds, ruled: Accepted, alpha: float) -> Accepted:

@@ -58,10 +58,10 @@ class Demo:
     batch_size: int = 32  # 16 decode 10% slower, 64 no faster
     temperature: float = 1.0
     k: int = 2  # drafters as weak as these waste longer drafts
-    small: tuple[str, ...] = ("steps=60", "save_every=30", "heldout=8")
-    eagle: tuple[str, ...] = ("steps=120", "save_every=60", "heldout=8")
+    small: tuple[str, ...] = ("steps=46", "save_every=23", "heldout=8")
+    eagle: tuple[str, ...] = ("steps=100", "save_every=50", "heldout=8")
     decode_prompts: int = 8
-    decode_tokens: int = 48
+    decode_tokens: int = 40
 
 
 def quickstart(folder: Path, demo: Demo | None = None) -> int:

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from draftsmith.drafters.sampling import Noise, Purpose, pick
 
+_TINY = torch.finfo(torch.float32).tiny  # divides nothing that matters
+
 
 class Draws(Protocol):
     """Where a rule gets its randomness."""
@@ -87,7 +89,7 @@ def chain(drafts: Tensor, length: Tensor, p: Tensor, q: Tensor, draws: Draws) ->
     p_draft = p[:, :-1].gather(2, at).squeeze(2)  # (B, K)
     q_draft = q.gather(2, at).squeeze(2)
     valid = torch.arange(K, device=drafts.device) < (length - 1).unsqueeze(1)
-    prob = torch.where(q_draft > 0, (p_draft / q_draft.clamp(min=1e-38)).clamp(max=1.0), 0.0)
+    prob = torch.where(q_draft > 0, (p_draft / q_draft.clamp(min=_TINY)).clamp(max=1.0), 0.0)
     count = leading(draws.accept(prob) & valid)  # (B,)
     return Accepted(count, draws.pick(_after(count, length, p, q, torch.ones_like(p[:, :, 0]))))
 
@@ -117,14 +119,14 @@ def block(drafts: Tensor, length: Tensor, p: Tensor, q: Tensor, draws: Draws) ->
     at = drafts.unsqueeze(2)
     p_draft = p[:, :-1].gather(2, at).squeeze(2)  # (B, K)
     q_draft = q.gather(2, at).squeeze(2)
-    ratio = torch.where(q_draft > 0, p_draft / q_draft.clamp(min=1e-38), 0.0)
+    ratio = torch.where(q_draft > 0, p_draft / q_draft.clamp(min=_TINY), 0.0)
     weight = [torch.ones_like(p[:, 0, 0])]  # P_0, P_1, ..: how much of p the prefix stands for
     for j in range(K):
         weight.append((weight[-1] * ratio[:, j]).clamp(max=1.0))
     P = torch.stack(weight, dim=1)  # (B, K + 1)
     # left_i: what of p the drafts after i could not cover, for 0 < i < K.
     left = (P[:, 1:K, None] * p[:, 1:K] - q[:, 1:]).clamp(min=0).sum(2)  # (B, K - 1)
-    inner = left / (left + 1 - P[:, 1:K]).clamp(min=1e-38)
+    inner = left / (left + 1 - P[:, 1:K]).clamp(min=_TINY)
     prob = torch.cat([inner, P[:, K:]], dim=1)
     number = torch.arange(1, K + 1, device=drafts.device)
     last = (length - 1).unsqueeze(1)
@@ -182,11 +184,11 @@ def without_replacement(
         x = tokens[:, i].unsqueeze(1)
         mass, total = law.sum(1), here.sum(1)
         p_x = here.gather(1, x).squeeze(1) / total
-        q_x = law.gather(1, x).squeeze(1) / mass.clamp(min=1e-38)
+        q_x = law.gather(1, x).squeeze(1) / mass.clamp(min=_TINY)
         could = asked & (q_x > 0)  # else the draft's law had run out
-        prob = torch.where(could, (p_x / q_x.clamp(min=1e-38)).clamp(max=1.0), 0.0)
+        prob = torch.where(could, (p_x / q_x.clamp(min=_TINY)).clamp(max=1.0), 0.0)
         won = draws.accept(prob.unsqueeze(1)).squeeze(1) & could
-        scaled = here / total.unsqueeze(1) - law / mass.clamp(min=1e-38).unsqueeze(1)
+        scaled = here / total.unsqueeze(1) - law / mass.clamp(min=_TINY).unsqueeze(1)
         residual = scaled.clamp(min=0)
         lost = could & ~won & (residual.sum(1) > 0)
         here = torch.where(lost.unsqueeze(1), residual, here)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,8 @@ from draftsmith.eval.decoder.text import Cutter, Round, Text
 
 logger = logging.getLogger(__name__)
 
-_STEP = 256  # capacities grow in steps, so that a later call finds its graphs again
+_STEP = 1024  # capacities grow in steps, so that a later call finds its graphs again
+_KEPT = 2  # batches whose graphs are kept
 
 
 @dataclass
@@ -59,6 +61,8 @@ class Decoder:
     for a policy that the drafter cannot follow.
     """
 
+    rounds_type: type[Rounds] = Rounds
+
     def __init__(
         self,
         target: Target,
@@ -77,8 +81,10 @@ class Decoder:
                     f"{self.policy}: {type(target.hf).__name__} can be verified in chains only; "
                     "give k alone"
                 )
-        self.graphs = _capturable(target, self.policy) if graphs is None else graphs
-        self._captured: dict[tuple, Graphs] = {}
+        able = target.device.type == "cuda" and (drafter is None or drafter.capturable)
+        self.graphs = able if graphs is None else graphs
+        self.captured: dict[tuple, Graphs] = {}  # the latest ones
+        self._asked: set[int] = set()  # batch sizes for which the target was tried
 
     @torch.inference_mode()
     def generate(
@@ -100,6 +106,20 @@ class Decoder:
         target's positions.
         """
         self._check(prompts, sampler, max_new_tokens, rows)
+        device = self.target.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return self._generate(prompts, sampler, max_new_tokens, rows, seed, stop, progress)
+
+    def _generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampler: Sampler,
+        max_new_tokens: int,
+        rows: Sequence[int] | None,
+        seed: int,
+        stop: Sequence[str],
+        progress: Callable[[int], None] | None,
+    ) -> list[Text]:
         texts = [Text(list(prompt)) for prompt in prompts]
         cutter = Cutter(self.target, max_new_tokens, stop)
         ids = torch.tensor(list(rows or range(len(texts))), device=self.target.device)
@@ -134,24 +154,36 @@ class Decoder:
         """The batch's device side, with room for every text: an earlier one's where graphs are."""
         slots = self.policy.slots if self.drafter else 1
         capacity = max(len(text.prompt) for text in texts) + max_new_tokens + 2 * slots
+        self._ask(len(texts))
+        about = (self.target, self.drafter, self.policy, sampler, ids, seed)
         if not self.graphs:
-            return Rounds(self.target, self.drafter, self.policy, sampler, ids, seed, capacity)
+            return self.rounds_type(*about, capacity)
         capacity = -(-capacity // _STEP) * _STEP
         key = (len(texts), capacity, sampler, seed)
-        if key in self._captured:
-            self._captured[key].rounds.reset(ids)
+        kept = self.captured.pop(key, None)
+        if kept is not None:
+            kept.rounds.reset(ids)
         else:
-            rounds = Rounds(
-                self.target, self.drafter, self.policy, sampler, ids, seed, capacity, fixed=True
-            )
-            self._captured[key] = Graphs(rounds)
-        self._running = self._captured[key]
-        return self._running.rounds
+            while len(self.captured) >= _KEPT:  # each holds a cache and its graphs' memory
+                del self.captured[next(iter(self.captured))]
+            kept = Graphs(self.rounds_type(*about, capacity, fixed=True))
+        self.captured[key] = self._running = kept
+        return kept.rounds
+
+    def _ask(self, rows: int) -> None:
+        """Leaves graphs off, saying so, where the target cannot be captured for so many rows."""
+        if not self.graphs or self.target.device.type != "cuda" or rows in self._asked:
+            return
+        self._asked.add(rows)
+        nodes = self.policy.nodes if self.drafter else 1
+        problem = capture_problem(self.target, nodes, rows)
+        if problem:
+            self.graphs = False
+            logger.warning("target %s: no CUDA graphs, as %s", self.target.source.spec, problem)
 
     def _prefilled(self, rounds: Rounds, texts: list[Text]) -> list[int]:
         """Reads the prompts; each text's first token."""
         began = time.perf_counter()
-        rounds.bound(0)
         tokens, counts = _padded([text.prompt for text in texts], self.target.device)
         first = rounds.prefill(tokens, counts).tolist()
         self.clock.prefill += time.perf_counter() - began
@@ -165,7 +197,8 @@ class Decoder:
             rounds.keep(rows)
             live = [text for text in live if not text.finish]
         else:
-            rounds.active.copy_(torch.tensor(writing))
+            if writing != [True] * len(live):
+                rounds.active.copy_(torch.tensor(writing))
         committed = (len(t.prompt) + len(t.tokens) - 1 for t in live if not t.finish)
         # A drafter's cache grows within a proposal too.
         rounds.bound(max(committed, default=0) + rounds.slots)
@@ -230,16 +263,6 @@ class Decoder:
                     f"prompt {i}: {len(prompt)} tokens and max_new_tokens {max_new_tokens} exceed "
                     f"the target's {self.target.max_positions} positions; shorten either"
                 )
-
-
-def _capturable(target: Target, policy: Policy) -> bool:
-    """Whether rounds can run as CUDA graphs; says in one line why not, on a GPU."""
-    if target.device.type != "cuda":
-        return False
-    problem = capture_problem(target, policy.nodes)
-    if problem:
-        logger.warning("target %s: no CUDA graphs, as %s", target.source.spec, problem)
-    return problem is None
 
 
 def _between(start: Any, end: Any) -> float:

@@ -80,10 +80,13 @@ class Rounds:
 
     def prefill(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Reads prompts (B, W), right padded, counts (B,); returns each text's first token."""
+        for slab in (self.slab, *_slabs(self.state)):
+            slab.bound = 0  # nothing is written yet
         out = self.target(tokens, chain_step(self.slab, tokens.shape[1]), self.taps)
         self.slab.commit(counts)
         if self.drafter:
             self.drafter.extend(self.state, tokens, out.features, counts)
+            self.drafter.begin(self.state)
         last = out.final[torch.arange(len(counts), device=counts.device), counts - 1]
         logits = self.target.head(last).unsqueeze(1)  # (B, 1, V)
         first = own_choice(logits, self.sampler, self.noise, self.slab.length.unsqueeze(1))[:, 0]

@@ -24,8 +24,8 @@ from draftsmith.eval.provenance import provenance
 from draftsmith.train.prompts import encode, product_prompts
 
 DOMAINS, EACH, TOKENS = ("code", "math", "chat"), 2, 40
-CHAINS = [Policy(k) for k in (1, 2, 4)]
-TREES = [Tree(k=4, budget=budget, branch=4) for budget in (8, 16, 32)]
+CHAINS = [Policy(k) for k in (2, 4)]
+TREES = [Tree(k=4, budget=budget, branch=4) for budget in (8, 16)]
 TEMPERATURES = [0.0, 1.0]
 
 

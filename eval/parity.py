@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from statistics import NormalDist
 
 from draftsmith.eval.decoder.text import Text
 from draftsmith.eval.replay import Table, moments, survivals
@@ -39,7 +40,8 @@ class Parity:
     """counted and expected: [passes, accepted at depth 0, 1, ..], over all texts.
 
     deterministic: z is not defined, `equal` says whether every text that is no tie agrees.
-    sampled: z per count, None where the variance is 0 (then the counts must be equal).
+    sampled: z per count, by its Poisson tail where the variance is below 1, None where that is 0
+    (then the counts must be equal).
     """
 
     deterministic: bool
@@ -109,13 +111,27 @@ def compare(
     z: list[float | None] = []
     equal = True
     for count, mean, spread in zip(counted, expected, variance, strict=True):
-        if spread > 1e-9:
+        if spread >= 1:
             z.append((count - mean) / math.sqrt(spread))
+        elif spread > 1e-9:
+            z.append(_rare_z(count, mean))
         else:  # nothing random is left: the counts must be the same
             z.append(None)
             equal = equal and abs(count - mean) < 1e-6
     local = local_z(texts, tables, k, block)
     return Parity(False, counted, expected, z, local, equal, len(texts))
+
+
+def _rare_z(count: int, mean: float) -> float:
+    """The z that is as unlikely as a count of rare events, whose variance is below 1.
+
+    Such a count is no normal variable: where 0.07 acceptances are expected, one has a chance of 7%
+    and (1 - mean) / sqrt(variance) = 3.5. Its law is near Poisson's, whose tail is taken instead.
+    """
+    below = [math.exp(-mean) * mean**n / math.factorial(n) for n in range(count + 1)]
+    tail = 1.0 - sum(below[:-1]) if count > mean else sum(below)  # of this count, and beyond it
+    tail = min(max(tail, 1e-12), 1 - 1e-12)
+    return NormalDist().inv_cdf(1.0 - tail if count > mean else tail)
 
 
 def compare_trees(texts: Sequence[Text], walks: Sequence[Walk], k: int) -> Parity:

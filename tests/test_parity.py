@@ -329,3 +329,19 @@ def test_reference_agrees_on_the_decoders_text(name: str, sampler: Sampler) -> N
             assert part.variance[i] == pytest.approx(variance, abs=1e-3)
         if name == "ngram":
             assert counted(text, 3) == part.mean.tolist()
+
+
+def test_rare_counts_are_judged_by_their_tail() -> None:
+    """One acceptance where 0.07 are expected is no alarm, though (1 - 0.07) / sqrt(0.07) > 3.5."""
+    from statistics import NormalDist
+
+    from scipy.stats import poisson
+
+    from draftsmith.eval.parity import _rare_z
+
+    for mean in (0.01, 0.07, 0.5, 0.95):
+        for count in range(5):
+            tail = poisson.sf(count - 1, mean) if count > mean else poisson.cdf(count, mean)
+            known = NormalDist().inv_cdf(1 - tail if count > mean else tail)
+            assert _rare_z(count, mean) == pytest.approx(known, abs=1e-4)
+    assert abs(_rare_z(1, 0.07)) < 2 < 3.5 < _rare_z(3, 0.07)

@@ -129,9 +129,10 @@ def _rare_z(count: int, mean: float) -> float:
     and (1 - mean) / sqrt(variance) = 3.5. Its law is near Poisson's, whose tail is taken instead.
     """
     below = [math.exp(-mean) * mean**n / math.factorial(n) for n in range(count + 1)]
-    tail = 1.0 - sum(below[:-1]) if count > mean else sum(below)  # of this count, and beyond it
-    tail = min(max(tail, 1e-12), 1 - 1e-12)
-    return NormalDist().inv_cdf(1.0 - tail if count > mean else tail)
+    if count > mean:  # the chance of so many and more
+        tail = max(1.0 - sum(below[:-1]), 1e-12)
+        return max(-NormalDist().inv_cdf(tail), 0.0)
+    return min(NormalDist().inv_cdf(min(sum(below), 0.5)), 0.0)
 
 
 def compare_trees(texts: Sequence[Text], walks: Sequence[Walk], k: int) -> Parity:

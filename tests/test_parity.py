@@ -341,7 +341,9 @@ def test_rare_counts_are_judged_by_their_tail() -> None:
 
     for mean in (0.01, 0.07, 0.5, 0.95):
         for count in range(5):
-            tail = poisson.sf(count - 1, mean) if count > mean else poisson.cdf(count, mean)
-            known = NormalDist().inv_cdf(1 - tail if count > mean else tail)
-            assert _rare_z(count, mean) == pytest.approx(known, abs=1e-4)
+            above, below = poisson.sf(count - 1, mean), poisson.cdf(count, mean)
+            known = -NormalDist().inv_cdf(above) if count > mean else NormalDist().inv_cdf(below)
+            right = max(known, 0.0) if count > mean else min(known, 0.0)
+            assert _rare_z(count, mean) == pytest.approx(right, abs=1e-4)
+    assert _rare_z(0, 1e-9) == 0.0, "what is all but certain is no alarm"
     assert abs(_rare_z(1, 0.07)) < 2 < 3.5 < _rare_z(3, 0.07)

@@ -44,10 +44,8 @@ class CausalLM(nn.Module):
         self.hf = hf
         self.config = hf.config.get_text_config()
         decoder, layers = self._find_layers()
-        self._parts: dict[str, Any] = {
-            "decoder": decoder,
-            "layers": layers,
-        }  # not registered twice as modules
+        # In a dict, so that they are not registered twice as modules.
+        self._parts: dict[str, Any] = {"decoder": decoder, "layers": layers}
         attention.attend_by(hf, attention.NAME)
         self._parts["norm"] = self._find_final_norm()
 

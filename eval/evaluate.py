@@ -21,6 +21,7 @@ from draftsmith.eval.decoder.text import Text
 from draftsmith.eval.parity import Parity, compare, compare_trees, counts
 from draftsmith.eval.provenance import provenance
 from draftsmith.eval.replay import replay
+from draftsmith.eval.speed import Costs, break_even, speedup
 from draftsmith.eval.walk import walk
 
 Progress = Callable[[str, int, int], None]
@@ -80,8 +81,10 @@ def evaluate(
         sum(r.proposed > j and r.accepted >= j for t in texts for r in t.rounds) for j in range(k)
     ]
     emitted = sum(len(t.tokens) - 1 for t in texts)
-    per_round = [part / max(clock.rounds, 1) for part in (clock.draft, clock.verify, clock.host)]
-    base_step = base.total / max(base.rounds, 1)
+    draft, verify, host = (
+        part / max(clock.rounds, 1) for part in (clock.draft, clock.verify, clock.host)
+    )
+    costs = Costs(base.total / max(base.rounds, 1), {k: draft}, {k + 1: verify}, host)
     tau = emitted / counted[0] if counted[0] else None
     same = sum(a.tokens == b.tokens for a, b in zip(texts, plain, strict=True))
     return {
@@ -111,18 +114,18 @@ def evaluate(
             "tokens_per_s": clock.tokens / clock.total if clock.total else None,
             "baseline_tokens_per_s": base.tokens / base.total if base.total else None,
             "speedup": _ratio(clock.tokens, clock.total, base.tokens, base.total),
-            "draft_ms": 1e3 * per_round[0],
-            "verify_ms": 1e3 * per_round[1],
-            "host_ms": 1e3 * per_round[2],
-            "baseline_step_ms": 1e3 * base_step,
+            "draft_ms": 1e3 * draft,
+            "verify_ms": 1e3 * verify,
+            "host_ms": 1e3 * host,
+            "baseline_step_ms": 1e3 * costs.step,
             "prefill_ms": 1e3 * clock.prefill / max(len(prompts), 1),
             # Equal texts are owed only where both draw alike: greedy, or the match rule.
             "texts_equal_to_baseline": same if deterministic else None,
         },
         "parity": found and found.parity.report(),
-        "break_even_tau": sum(per_round) / base_step if base_step else None,
+        "break_even_tau": break_even(costs, k) if costs.step else None,
         "predicted_speedup": (
-            found.pooled["tau"] * base_step / sum(per_round) if found and clock.rounds else None
+            speedup(costs, found.pooled["tau"], k) if found and clock.rounds else None
         ),
         "device": str(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),

@@ -309,16 +309,18 @@ def draft_keys_kept(patch: Patch) -> None:
 def first_draft_unseen(patch: Patch) -> None:
     """In the verify pass no later node sees the first draft."""
 
-    def wrong(slab: Any, *tree: Tensor) -> Step:
-        step = tree_step(slab, *tree)
+    def wrong(slab: Any, width: int) -> Step:
+        step = chain_step(slab, width)
+        if not slab.length.any():  # the prompt
+            return step
         slot = (slab.length + 1).view(-1, 1, 1).expand(-1, step.visible.shape[1], 1)
         seen = step.visible.gather(2, slot)
         seen[:, 2:] = False
         step.visible = step.visible.scatter(2, slot, seen)
         return step
 
-    tree_step = round_module.tree_step
-    patch.setattr(round_module, "tree_step", wrong)
+    chain_step = round_module.chain_step
+    patch.setattr(round_module, "chain_step", wrong)
 
 
 def nothing_subtracted(patch: Patch) -> None:

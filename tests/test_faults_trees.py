@@ -147,10 +147,10 @@ def noise_by_slot(patch: Patch) -> None:
     """The target's own draw after a node is keyed by the node's number, not by its place."""
 
     def wrong(self: Rounds) -> accept.Accepted:
-        depth, above = self.shape
-        self.shape = (torch.arange(depth.shape[1]).expand_as(depth), above)
+        depth = self.depth
+        self.depth = torch.arange(depth.shape[1]).expand_as(depth)
         out = judge(self)
-        self.shape = (depth, above)
+        self.depth = depth
         return out
 
     judge = Rounds._judge

@@ -79,10 +79,10 @@ def tables(drafter: Drafter, batch: Batch, depths: int, first_prompt: int = 0) -
             weight[exists] = torch.cat(filled_weight)
             gap[exists] = torch.cat(filled_gap)
     limit = exists.long().cumprod(2).sum(2)  # (B, A)
-    return _split(batch, alignment.anchors, weight, limit, gap, first_prompt)
+    return split(batch, alignment.anchors, weight, limit, gap, first_prompt)
 
 
-def _split(
+def split(
     batch: Batch,
     anchors: torch.Tensor,
     weight: torch.Tensor,

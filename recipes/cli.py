@@ -1,4 +1,4 @@
-"""The front door: quickstart, plan, sample, train, eval, report, certify, bench.
+"""The front door: quickstart, plan, sample, train, eval, report, compare, certify, bench.
 
 A user's mistake is one line on stderr and exit code 2, before any compute is spent.
 """
@@ -185,6 +185,34 @@ def report(
         print(f"{name}: {speed['verdict']}")
     print(f"written: {run / 'report'}/report.html, report.md, report.json")
     if not all(decoded["parity"]["holds"] for decoded in found["decode"].values()):
+        print("error: decoder and replay disagree; this is a bug in draftsmith", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example: draftsmith compare runs/smol-eagle3 runs/smol-small ngram")
+def compare(
+    drafters: Annotated[list[str], typer.Argument(help="Runs' folders, checkpoints, or ngram.")],
+    target: Annotated[str | None, typer.Option(help="Default: the drafters' own.")] = None,
+    prompts: Annotated[str | None, typer.Option(help=SUITE)] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most this many, from all domains.")] = 32,
+    decode_limit: Annotated[int, typer.Option(min=1, help="How many of them to decode.")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 96,
+    k: Annotated[int, typer.Option(min=1, help="Longest draft.")] = 4,
+    output: Annotated[Path, typer.Option(help="Folder for the comparison.")] = Path("compare"),
+    seed: Seed = 0,
+) -> None:
+    """Drafters of one target side by side: acceptance, cost, speed, and what each one lacks."""
+    from draftsmith.recipes.compare import Settings
+    from draftsmith.recipes.compare import compare as run
+    from draftsmith.recipes.compare_page import tables
+
+    settings = Settings(target, prompts, limit, decode_limit, max_new_tokens, k, seed)
+    found = run(drafters, settings, output)
+    for table in tables(found):
+        Console().print(table)
+    print(f"written: {output}/compare.html, compare.md, compare.json")
+    at = [here for drafter in found["drafters"].values() for here in drafter["at"].values()]
+    if not all(here["parity"]["holds"] for here in at):
         print("error: decoder and replay disagree; this is a bug in draftsmith", file=sys.stderr)
         raise typer.Exit(1)
 

@@ -9,10 +9,8 @@ RUN/report/report.{json,md,html}
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +33,7 @@ from draftsmith.eval.provenance import provenance
 from draftsmith.eval.replay import replay
 from draftsmith.eval.sample_text import sample_text
 from draftsmith.eval.speed import Costs
+from draftsmith.recipes.once import digest, once
 from draftsmith.train import checkpoint
 from draftsmith.train import recipe as recipes
 from draftsmith.train.heldout import HeldOut, also_trained_on, answered, slug
@@ -73,7 +72,7 @@ def report(run: Path, settings: Settings) -> dict[str, Any]:
     found = read_suite(settings.prompts) if settings.prompts else product_prompts("heldout")
     prompts = spread(found, settings.limit)
     about = {step: base.read_config(run / f"checkpoint-{step}") for step in steps}
-    weights = {step: _hash(run / f"checkpoint-{step}" / "model.safetensors") for step in steps}
+    weights = {step: digest(run / f"checkpoint-{step}" / "model.safetensors") for step in steps}
     (run / FOLDER).mkdir(exist_ok=True)
 
     target = _target(run / f"checkpoint-{steps[-1]}", settings.target or recipe.target)
@@ -204,16 +203,16 @@ def _replays(
 
     out = {}
     line = CountLine("replay", len(weights))
-    for step, digest in weights.items():
+    for step, found in weights.items():
         place = run / f"checkpoint-{step}"
         key = {
-            "weights": digest,
+            "weights": found,
             "heldout": {name: held.content_hash for name, held in sets.items()},
             "revision": target.identity()["revision"],
             "k": k,
             "seed": seed,
         }
-        out[step], made = _once(run / FOLDER / f"{place.name}.json", key, partial(make, place))
+        out[step], made = once(run / FOLDER / f"{place.name}.json", key, partial(make, place))
         line.count(made)
     return out
 
@@ -251,7 +250,7 @@ def _decoded(
         return {"decode": found, "costs": asdict(costs), "sample_text": shown}
 
     key = {
-        "weights": _hash(place / "model.safetensors"),
+        "weights": digest(place / "model.safetensors"),
         "heldout": held.content_hash,
         "revision": target.identity()["revision"],
         "device": str(target.device),
@@ -259,7 +258,7 @@ def _decoded(
         "k": k,
         "seed": settings.seed,
     }
-    return _once(place.parent / FOLDER / f"decode-{slug(name)}.json", key, make)[0]
+    return once(place.parent / FOLDER / f"decode-{slug(name)}.json", key, make)[0]
 
 
 def typical(by_prompt: Sequence[dict[str, int]]) -> int:
@@ -270,31 +269,3 @@ def typical(by_prompt: Sequence[dict[str, int]]) -> int:
     worked = [i for i, text in enumerate(by_prompt) if text["passes"]]
     order = sorted(worked, key=lambda i: (by_prompt[i]["tokens"] - 1) / by_prompt[i]["passes"])
     return order[len(order) // 2] if order else 0
-
-
-def _once(
-    file: Path, key: dict[str, Any], make: Callable[[], dict[str, Any]]
-) -> tuple[dict[str, Any], bool]:
-    """What `file` holds if it was made with this key, else `make()`, stored; and which it was."""
-    try:
-        stored = json.loads(file.read_text()) if file.is_file() else {}
-    except ValueError:  # cut short
-        stored = {}
-    made = stored.get("key") != key
-    if made:
-        stored = {"key": key, "made": make()}
-        scratch = file.with_suffix(".tmp")
-        scratch.write_text(json.dumps(stored, indent=1, allow_nan=False) + "\n")
-        os.replace(scratch, file)
-        stored = json.loads(file.read_text())  # the same types, made or read
-    return stored["made"], made
-
-
-def _hash(file: Path) -> str:
-    try:
-        with file.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        raise UserError(
-            f"{file}: cannot be read ({error.strerror}); copy the checkpoint again"
-        ) from None

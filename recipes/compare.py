@@ -1,0 +1,230 @@
+"""draftsmith compare RUN RUN ..: drafters of one target in one table, on one page.
+
+OUTPUT/heldout/..          the target's answers to the held-out prompts, one folder a sampler
+OUTPUT/NAME.json           replay, diagnosis, costs and decoding of one drafter; made once
+OUTPUT/compare.{json,md,html}
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from draftsmith.drafters import base
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.policy import Policy
+from draftsmith.drafters.sampling import Sampler
+from draftsmith.drafters.target import Target
+from draftsmith.eval import speed
+from draftsmith.eval.acceptance import replayed
+from draftsmith.eval.candidates import diagnose
+from draftsmith.eval.evaluate import count_parameters, evaluate, read_texts
+from draftsmith.eval.provenance import provenance
+from draftsmith.eval.replay import replay
+from draftsmith.eval.report import label
+from draftsmith.eval.speed import Costs
+from draftsmith.recipes import compare_page
+from draftsmith.recipes.once import digest, once
+from draftsmith.train import checkpoint
+from draftsmith.train.heldout import HeldOut, answered
+from draftsmith.train.progress import CountLine
+from draftsmith.train.prompts import product_prompts
+from draftsmith.train.suites import read_suite, spread
+
+SAMPLERS = (Sampler(0.0), Sampler(1.0))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the figures, besides the drafters. target None: the first drafter's own."""
+
+    target: str | None = None
+    prompts: str | None = None
+    limit: int = 32
+    decode_limit: int = 8
+    max_new_tokens: int = 96
+    k: int = 4
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One drafter to compare. place: its checkpoint, None for n-gram; run: where it was trained."""
+
+    name: str
+    place: Path | None
+    run: Path | None
+
+
+def compare(drafters: Sequence[str], settings: Settings, output: Path) -> dict[str, Any]:
+    """Writes OUTPUT and returns compare.json's content.
+
+    Raises UserError before anything is loaded: no drafter there, one made for another target.
+    """
+    entries = [_entry(text) for text in drafters]
+    names = [entry.name for entry in entries]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"{name}: given twice; give each drafter once, in folders of own names")
+    about = {e.name: base.read_config(e.place) for e in entries if e.place}
+    spec = settings.target or next((a["target"]["spec"] for a in about.values()), "smollm2")
+    suite = read_suite(settings.prompts) if settings.prompts else product_prompts("heldout")
+    prompts = spread(suite, settings.limit)
+    output.mkdir(parents=True, exist_ok=True)
+    target = Target.load(spec, dtype=torch.float32)  # parity is defined in fp32
+    for entry in entries:
+        if entry.place:
+            base.check_target(entry.place, about[entry.name]["target"], target)
+    sets = {
+        label(sampler): answered(
+            output / "heldout", target, prompts, sampler, settings.max_new_tokens, settings.seed
+        )
+        for sampler in SAMPLERS
+    }
+    line = CountLine("compare", len(entries))
+    found = {}
+    for entry in entries:
+        key = {
+            "weights": digest(entry.place / "model.safetensors") if entry.place else "ngram",
+            "heldout": {name: held.content_hash for name, held in sets.items()},
+            "revision": target.identity()["revision"],
+            "device": str(target.device),
+            **asdict(settings),
+        }
+        found[entry.name], made = once(
+            output / f"{entry.name}.json",
+            key,
+            lambda e=entry: _measured(e, target, sets, settings),  # type: ignore[misc]
+        )
+        line.count(made)
+    out = {
+        "target": target.identity(),
+        "k": settings.k,
+        "prompts": len(prompts),
+        "max_new_tokens": settings.max_new_tokens,
+        "decoded_prompts": min(settings.decode_limit, len(prompts)),
+        "drafters": found,
+        **provenance(),
+    }
+    compare_page.write(out, output)
+    return out
+
+
+def _entry(text: str) -> Entry:
+    """A run's folder (its best checkpoint), a checkpoint's, or ngram."""
+    if text == "ngram":
+        return Entry("ngram", None, None)
+    place = Path(text)
+    if (place / "recipe.yaml").is_file():
+        checkpoint.check_idle(place)
+        steps = checkpoint.steps(place)
+        if not steps:
+            raise UserError(f"{place}: has no checkpoint yet; train it first, or lower save_every")
+        best = place / "best"
+        return Entry(
+            place.name, best if best.exists() else place / f"checkpoint-{steps[-1]}", place
+        )
+    run = place.parent if (place.parent / "recipe.yaml").is_file() else None
+    name = f"{run.name}-{place.resolve().name}" if run else place.name
+    return Entry(name, place, run)
+
+
+def _measured(
+    entry: Entry, target: Target, sets: dict[str, HeldOut], settings: Settings
+) -> dict[str, Any]:
+    if entry.place is None:
+        ngram = base.family("ngram")
+        drafter: Drafter = ngram.create(target, ngram.Config())
+    else:
+        drafter = base.load(entry.place, target)
+    k = min(settings.k, drafter.longest or settings.k)
+    return {
+        "family": drafter.family,
+        "parameters": count_parameters(drafter),
+        "tokens_learned": _learned(entry),
+        "k": k,
+        "curve": _curve(entry),
+        "at": {
+            name: _at(drafter, target, held, k, settings) for name, held in sets.items()
+        },
+    }  # fmt: skip
+
+
+def _at(
+    drafter: Drafter, target: Target, held: HeldOut, k: int, settings: Settings
+) -> dict[str, Any]:
+    """Acceptance, diagnosis and speed at one sampler."""
+    read: list[Batch] = read_texts(target, drafter, held.texts, held.sampler)
+    answers = [text.tokens for text in held.texts]
+    accepted = replayed(replay(drafter, read, k, settings.seed), held.domains, answers)
+    prompts = [text.prompt for text in held.texts[: settings.decode_limit]]
+    middle = sorted(prompts, key=len)[len(prompts) // 2]
+    costs = speed.measure(target, drafter, range(1, k + 1), middle, held.sampler)
+    best = speed.best_k(costs, {int(n): tau for n, tau in accepted["tau_by_k"].items()})
+    decoded = evaluate(
+        target, drafter, prompts, held.sampler, Policy(best), settings.max_new_tokens,
+        seed=settings.seed,
+    )  # fmt: skip
+    return {
+        "replay": accepted,
+        "diagnosis": diagnose(drafter, read, k, settings.seed),
+        "best_k": best,
+        "predicted_speedup": speed.speedup(costs, accepted["tau_by_k"][str(best)], best),
+        "break_even_tau": speed.break_even(costs, best),
+        "costs_ms": _costs(costs),
+        "draft_share": costs.draft[best] / costs.round(best),
+        "decode": {
+            part: decoded["decode"][part]
+            for part in ("tau", "tokens", "passes", "speedup", "tokens_per_s")
+        },
+        "parity": decoded["parity"],
+    }
+
+
+def _costs(costs: Costs) -> dict[str, Any]:
+    return {
+        "step": 1e3 * costs.step,
+        "host": 1e3 * costs.host,
+        "draft": {str(k): 1e3 * costs.draft[k] for k in costs.ks},
+        "verify": {str(k + 1): 1e3 * costs.verify[k + 1] for k in costs.ks},
+    }
+
+
+def _learned(entry: Entry) -> int | None:
+    """Target-made tokens that the drafter had learned from, by its run's log."""
+    if entry.run is None or entry.place is None:
+        return None
+    step = int(entry.place.resolve().name.removeprefix("checkpoint-"))
+    lines = checkpoint.read_metrics(entry.run)
+    return max((m["tokens"] for m in lines if "tokens" in m and m["step"] <= step), default=None)
+
+
+def _curve(entry: Entry) -> dict[str, Any] | None:
+    """tau = a + b log2(tokens) through a run's own replays; None for fewer than three.
+
+    Its slope, the gain per doubling of data, tells what more data would bring: tokens for a tau 10%
+    higher. An extrapolation: it holds for the next doubling or two, with the same recipe.
+    """
+    if entry.run is None:
+        return None
+    points = [
+        (m["tokens"], m["tau"])
+        for m in checkpoint.read_metrics(entry.run)
+        if m["kind"] == "replay" and m.get("tokens")
+    ]
+    if len(points) < 3:
+        return None
+    tokens, tau = np.array(points, dtype=float).T
+    slope, _ = np.polyfit(np.log2(tokens), tau, 1)
+    doublings = 0.1 * tau[-1] / slope if slope > 0 else math.inf
+    # Beyond ten doublings the line says nothing.
+    wanted = int(tokens[-1] * 2**doublings) if doublings < 10 else None
+    return {"points": points, "per_doubling": float(slope), "tokens_for_10_percent": wanted}

@@ -1,0 +1,182 @@
+"""`draftsmith compare`: the diagnosis against brute force, and one comparison of tiny drafters."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("datasets")
+
+import test_replay
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.batch import Batch, batch_of
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.sampling import Sampler
+from draftsmith.eval import candidates
+from draftsmith.eval.candidates import diagnose, ranks
+from draftsmith.eval.replay import moments, replay, tables
+from draftsmith.recipes import compare_page
+from draftsmith.recipes.compare import Settings, compare
+from draftsmith.train import __main__ as train
+from training import World, save_target
+from walker import Visible, strangers
+
+K = 3
+NAMES = ("small", "eagle")
+
+
+def own(name: str, sampler: Sampler) -> tuple[Drafter, Batch]:
+    tokens, root = test_replay.own_text("Llama", sampler)
+    return test_replay.read(
+        name, "Llama", batch_of([(tokens, test_replay.flags(tokens, root))], sampler)
+    )
+
+
+# ---------------------------------------------------------------- the diagnosis
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_by_sorting(name: str) -> None:
+    """The place of the text's own token in q's order, one anchor and depth at a time."""
+    drafter, batch = own(name, Sampler(1.0))
+    (table,) = ranks(drafter, batch, K)
+    text, made = batch.tokens[0].tolist(), batch.made[0].tolist()
+    root = made.index(True)
+    for i, limit in enumerate(table.limit):
+        unroll = drafter.unroll(batch, K, torch.tensor([[root - 1 + i]]))
+        for j in range(limit):
+            row = unroll.index[0, 0, j]
+            law = drafter.logits(*(t[row : row + 1] for t in (
+                unroll.hidden, unroll.prev, unroll.depth)))[0].double().tolist()  # fmt: skip
+            order = sorted(range(len(law)), key=lambda token: (-law[token], token))
+            ids = [int(drafter.vocab.to_target(torch.tensor(token))) for token in order]
+            own_token = text[root + i + 1 + j]
+            known = ids.index(own_token) if own_token in ids else candidates.NEVER
+            assert table.weight[i, j] == known
+
+
+def check_oracle(name: str) -> None:
+    """At T=0 the best candidate is the draft, so that its oracle is what is served."""
+    drafter, batch = own(name, Sampler(0.0))
+    found = diagnose(drafter, [batch], K)
+    served = replay(drafter, [batch], K)[K]
+    assert found["oracle_tau"]["1"] == pytest.approx(served.tau)
+    alpha = [None if a is None else pytest.approx(a) for a in served.alpha]
+    assert found["recall"]["1"] == alpha
+
+
+@pytest.mark.parametrize("name", ("ngram", *NAMES))
+def test_the_first_candidate_is_the_draft(name: str) -> None:
+    check_oracle(name)
+
+
+def test_ranks_counted_from_one_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = candidates._rank
+    monkeypatch.setattr(candidates, "_rank", lambda *args: right(*args) + 1)
+    with pytest.raises(AssertionError):
+        check_oracle("small")
+
+
+def test_wider_is_no_worse_and_all_is_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every token a candidate each depth is accepted: passes of k + 1 tokens."""
+    drafter, batch = own("small", Sampler(1.0))
+    monkeypatch.setattr(candidates, "WIDTHS", (1, 4, test_replay.VOCAB))
+    found = diagnose(drafter, [batch], K)
+    taus = list(found["oracle_tau"].values())
+    assert taus == sorted(taus)
+    (table,) = tables(drafter, batch, K)
+    assert taus[-1] == pytest.approx(table.tokens / math.ceil(table.tokens / (K + 1)))
+    assert set(found["recall"][str(test_replay.VOCAB)]) == {1.0}
+
+
+def test_weights_are_the_rounds_that_get_there() -> None:
+    drafter, batch = own("eagle", Sampler(1.0))
+    (table,) = tables(drafter, batch, K)
+    reached = candidates._reached(table, K).sum(0)
+    np.testing.assert_allclose(reached, moments(table, K).reached)
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    before = signal.getsignal(signal.SIGTERM)
+    world = World(tmp_path_factory.mktemp("compare"))
+    assert train.main([str(world.recipe("one", steps=12, save_every=3))]) == 0
+    assert train.main([str(world.recipe("two", "small", steps=3, save_every=3))]) == 0
+    signal.signal(signal.SIGTERM, before)
+    return world
+
+
+def settings(world: World, **changes: Any) -> Settings:
+    small = {"prompts": str(world.prompts), "limit": 6, "decode_limit": 2, "max_new_tokens": 16}
+    return Settings(**(small | {"k": K} | changes))
+
+
+@pytest.fixture(scope="module")
+def found(world: World) -> dict[str, Any]:
+    runs = [str(world.folder("one")), str(world.folder("two")), "ngram"]
+    return compare(runs, settings(world, target=str(world.target)), world.root / "out")
+
+
+def test_figures(world: World, found: dict[str, Any]) -> None:
+    stored = json.loads((world.root / "out" / "compare.json").read_text())
+    assert stored == json.loads(json.dumps(found))
+    assert list(found["drafters"]) == ["one", "two", "ngram"]
+    one, two, ngram = found["drafters"].values()
+    assert one["tokens_learned"] > two["tokens_learned"] > 0 and ngram["tokens_learned"] is None
+    assert one["curve"]["points"][-1][0] == one["tokens_learned"] and two["curve"] is None
+    for drafter in (one, two, ngram):
+        for here in drafter["at"].values():
+            assert here["parity"]["holds"] and 1 <= here["best_k"] <= K
+            assert 0 < here["draft_share"] < 1
+
+
+def test_pages_hold_no_figure_of_their_own(world: World, found: dict[str, Any]) -> None:
+    folder = world.root / "out"
+    page = Visible((folder / "compare.html").read_text())
+    assert page.loads == [] and strangers("\n".join(page.words), told(found)) == []
+    assert strangers((folder / "compare.md").read_text(), told(found)) == []
+
+
+def told(found: dict[str, Any]) -> dict[str, Any]:
+    """The report and what the page says of it in its own words: widths, percents, sums."""
+    costs = [at for d in found["drafters"].values() for at in d["at"].values()]
+    rounds = [
+        at["costs_ms"]["host"]
+        + at["costs_ms"]["draft"][str(at["best_k"])]
+        + at["costs_ms"]["verify"][str(at["best_k"] + 1)]
+        for at in costs
+    ]
+    words = ["0", "1", "4", "10", "10%", "16", *compare_page.COLUMNS, *compare_page.DIAGNOSIS]
+    return found | {"words": words, "rounds": rounds}
+
+
+def test_again_measures_nothing(
+    world: World, found: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from draftsmith.recipes import compare as module
+
+    monkeypatch.setattr(module, "_measured", None)
+    runs = [str(world.folder("one")), "ngram"]
+    again = compare(runs, settings(world, target=str(world.target)), world.root / "out")
+    assert again["drafters"]["one"] == found["drafters"]["one"]
+
+
+def test_mistakes_are_told(world: World, tmp_path: Path) -> None:
+    run = str(world.folder("one"))
+    with pytest.raises(UserError, match="one: given twice"):
+        compare([run, run], settings(world), tmp_path)
+    with pytest.raises(UserError, match="no drafter there"):
+        compare([str(tmp_path)], settings(world), tmp_path)
+    other = save_target(tmp_path / "other", vocab=40)
+    with pytest.raises(UserError, match="made for another"):
+        compare([run], settings(world, target=str(other)), tmp_path / "out")

@@ -138,7 +138,8 @@ def round_time(report: Report) -> str:
 def stacks(title: str, rows: Sequence[tuple[str, dict[str, float], float]]) -> str:
     """Rows of (name, parts in ms, all of them in ms), a bar each; a part's name is its style."""
     longest = max(whole for *_, whole in rows)
-    chart = Chart(title, (0, 1.18 * longest), (len(rows), 0), 34 * len(rows) + 58, 64)
+    room = max(64, 8 + 7 * max(len(name) for name, *_ in rows))  # pixels
+    chart = Chart(title, (0, 1.18 * longest), (len(rows), 0), 34 * len(rows) + 58, room)
     for i, (name, parts, whole) in enumerate(rows):
         x, y = chart.at(0, i + 0.5)
         chart.text(x - 8, y + 4, name, "tick end")

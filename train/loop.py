@@ -32,6 +32,7 @@ from draftsmith.train import checkpoint, trackers, watch
 from draftsmith.train.checkpoint import Metrics, read_metrics
 from draftsmith.train.objective import LOSSES, Objective, backward, denominator
 from draftsmith.train.packing import Cursor, Stream, collate
+from draftsmith.train.prior import token_counts
 from draftsmith.train.progress import ProgressLine
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples import Samples
@@ -53,7 +54,8 @@ class Trainer:
                 f"heldout: {recipe.heldout} of {len(samples)} conversations leaves none to train on"
             )
         set_seed(recipe.seed)  # every generator whose state a checkpoint holds
-        counts = samples.token_counts(self.learn)
+        wanted = getattr(recipe.drafter_config(), "draft_vocab", None)
+        counts = token_counts(target, samples, self.learn, wanted)
         cls = family(recipe.drafter)
         self.drafter = fresh(recipe, target, counts)
         self.drafter.to(accelerator.device)

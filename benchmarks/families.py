@@ -1,0 +1,108 @@
+"""Every drafter family on SmolLM2 at one budget in tokens: one table.
+
+    OMP_NUM_THREADS=1 python benchmarks/families.py --samples samples/smol --train
+    OMP_NUM_THREADS=1 python benchmarks/families.py --samples samples/smol
+
+The first line trains: each family's recipe for the same steps on the same rows in the same order,
+the target's features being computed once for all. The second, on an idle machine, replays, decodes
+and times all of them by `draftsmith compare` on the product's held-out prompts, and writes
+benchmarks/families/*.json and benchmarks/families.md. Both go on where they were stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from common import HERE
+
+from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.causal_lm import Tap
+from draftsmith.drafters.target import Target
+from draftsmith.recipes.compare import Settings, compare
+from draftsmith.recipes.compare_page import markdown
+from draftsmith.train import checkpoint, recipe
+from draftsmith.train.loop import Trainer
+from draftsmith.train.samples import Samples
+
+STEPS = 300
+# Name -> (recipe, what is changed in it). Lower learning rates are those of the recipes.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "medusa": ("smol-medusa", {}),
+    "hydra": ("smol-hydra", {}),
+    "eagle1": ("smol-eagle1", {}),
+    "eagle3": ("smol-eagle3", {}),
+    "eagle31": ("smol-eagle31", {}),
+    "mtp": ("smol-mtp", {}),
+    "small-2": ("smol-small", {"layers": [0, 29]}),
+    "small-4": ("smol-small", {"layers": [0, 1, 28, 29]}),
+    "small-8": ("smol-small", {"layers": [0, 1, 2, 3, 26, 27, 28, 29]}),
+}
+SETTINGS = Settings(limit=24, decode_limit=4, max_new_tokens=64, k=4)
+COMMENT = """
+Published order: Medusa < Hydra (arXiv 2402.05109: +0.46 tokens a step over Medusa) and EAGLE-1 <
+EAGLE-3 (arXiv 2503.01840: tau 3.9 against 5.8 at T=0), at hundreds of thousands of conversations.
+"""
+
+
+class Remembering(Target):
+    """Reads each batch once, with every tap that a family here reads."""
+
+    def read(self, batch: Batch, taps: Sequence[Tap]) -> Batch:
+        L = self.num_layers
+        key = batch.tokens.numpy().tobytes() + batch.segment.numpy().tobytes()
+        kept: dict[bytes, Batch] = self.__dict__.setdefault("kept", {})
+        if key not in kept:
+            kept[key] = super().read(batch, [2, L // 2, L - 3, "normed"])
+        batch.features, batch.final = kept[key].features, kept[key].final
+        return batch
+
+
+def trained(samples: Path, runs: Path, steps: int, only: list[str]) -> None:
+    target = Remembering.load("smollm2")
+    for name in only:
+        of, changes = FAMILIES[name]
+        keys = {
+            "name": f"family-{name}", "runs": str(runs), "samples": str(samples), "steps": steps,
+            "save_every": steps // 3, **changes,
+        }  # fmt: skip
+        chosen = recipe.load(of, [f"{key}={json.dumps(value)}" for key, value in keys.items()])
+        with checkpoint.claimed(chosen):
+            of_target = Samples.open(samples, target, audit=0)
+            if code := Trainer(chosen, target, of_target, Accelerator()).run():
+                sys.exit(code)  # told to stop: the same command goes on from the checkpoint
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--samples", type=Path, required=True)
+    parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--only", default=",".join(FAMILIES), help="names, separated by commas")
+    parser.add_argument("--train", action="store_true", help="train only: other jobs may run")
+    parser.add_argument("--output", type=Path, default=HERE)
+    arguments = parser.parse_args()
+    only = arguments.only.split(",")
+    trained(arguments.samples, arguments.runs, arguments.steps, only)
+    if arguments.train:
+        return
+    runs = [str(arguments.runs / f"family-{name}") for name in only]
+    found = compare([*runs, "ngram"], SETTINGS, arguments.output / "families")
+    text = markdown(found).replace("# Drafters for", "# Families on", 1)
+    text += (
+        f"\nEach was trained for {arguments.steps} steps of 512 packed tokens from its shipped "
+        f"recipe, on the same rows. Settings of the comparison: {asdict(SETTINGS)}. Made by "
+        f"`benchmarks/families.py`.\n{COMMENT}"
+    )
+    (arguments.output / "families.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

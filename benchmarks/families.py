@@ -47,8 +47,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 SETTINGS = Settings(limit=24, decode_limit=4, max_new_tokens=64, k=4)
 COMMENT = """
-Published order, Vicuna-7B on Spec-Bench (arXiv 2401.07851, speedups): Medusa 1.80, EAGLE-1 2.16,
-Hydra 2.20, EAGLE-2 2.46; EAGLE-3 above them (arXiv 2503.01840). Those heads saw tens to hundreds of
+Published order, Vicuna-13B on Spec-Bench (arXiv 2401.07851, speedups): Medusa 1.80, EAGLE-1 2.16,
+Hydra 2.20, EAGLE-2 2.46, EAGLE-3 3.02. Those heads saw tens to hundreds of
 thousands of conversations, trees included in the figures.
 """
 

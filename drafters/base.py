@@ -201,16 +201,17 @@ def family(name: str) -> type[Drafter]:
     return _FAMILIES[name]
 
 
-def save(drafter: Drafter, folder: Path) -> None:
-    """Writes config.json and model.safetensors into an existing folder."""
+def save(drafter: Drafter, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
+    """Writes config.json and model.safetensors (weights; None: its own) into a folder."""
     about = {
         "format": 1,
         "family": drafter.family,
         "config": drafter.config.model_dump(),
         "target": drafter.target.identity(),
     }
-    weights = {n: t.cpu() for n, t in drafter.weights().items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    stored = drafter.weights() if weights is None else weights
+    tensors = {n: t.cpu() for n, t in stored.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(about, indent=1) + "\n")
 
 

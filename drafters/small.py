@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -41,17 +40,14 @@ class SmallConfig(DrafterConfig):
     """layers: target layers to keep (0-based); or checkpoint: any causal LM (hub id, folder, GGUF).
 
     embeddings, of a pruned model: "shared" (default) takes the target's embedding and lm_head,
-    frozen; "own" trains copies. lora_rank: 0 trains everything, else adapters on every linear layer
-    (peft). Filled in for a checkpoint: architecture, by which one that is trained in full is loaded
-    without it, and revision, by which adapters know their base again.
+    frozen; "own" trains copies. architecture is filled in for a checkpoint: by it a trained one is
+    loaded without the model that it started from.
     """
 
     layers: list[int] | None = None
     checkpoint: str | None = None
     embeddings: Literal["shared", "own"] | None = None
-    lora_rank: int = Field(default=0, ge=0)
     architecture: dict[str, Any] | None = None
-    revision: str | None = None
 
 
 @dataclass
@@ -94,8 +90,6 @@ class Small(Drafter):
             hf, self.config = _from_checkpoint(target, config)
         hf.requires_grad_(True)
         target.requires_grad_(False)  # shared embeddings are the target's own
-        if config.lora_rank:
-            _add_lora(hf, config.lora_rank)
         self.lm = CausalLM(hf)
         size = self.lm.vocab_size
         if size < target.vocab_size:
@@ -189,16 +183,11 @@ def _prune(target: Target, layers: list[int], embeddings: str) -> Any:
 
 def _from_checkpoint(target: Target, config: SmallConfig) -> tuple[Any, SmallConfig]:
     """The HF model of config.checkpoint, and the config that can build it again."""
-    if config.architecture is not None and not config.lora_rank:
+    if config.architecture is not None:
         about = AutoConfig.for_model(**config.architecture)
         return AutoModelForCausalLM.from_config(about, dtype=torch.float32), config
     assert config.checkpoint is not None
     source = resolve(config.checkpoint)
-    if config.revision not in (None, source.revision):
-        raise UserError(
-            f"checkpoint: {config.checkpoint} is not the one these adapters were trained on "
-            f"(revision {source.revision[:12]}, not {config.revision[:12]}); put that one back"
-        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.path)
         hf = AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32)
@@ -221,13 +210,4 @@ def _from_checkpoint(target: Target, config: SmallConfig) -> tuple[Any, SmallCon
             f"checkpoint: {config.checkpoint} ({type(hf).__name__}) cannot be read through "
             f"draftsmith's attention (logits differ by {gap:.3g}); use a model of another family"
         )
-    filled = {"architecture": hf.config.to_dict(), "revision": source.revision}
-    return hf, config.model_copy(update=filled)
-
-
-def _add_lora(hf: Any, rank: int) -> None:
-    """Adapters on every linear layer; everything else is frozen."""
-    from peft import LoraConfig, inject_adapter_in_model  # slow to import, and rarely needed
-
-    lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
-    inject_adapter_in_model(lora, hf)
+    return hf, config.model_copy(update={"architecture": hf.config.to_dict()})

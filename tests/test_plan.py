@@ -28,6 +28,7 @@ from draftsmith.eval.evaluate import count_parameters
 from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, packing, plan, recipe
 from draftsmith.train.loop import Trainer
+from draftsmith.train.lora import Lora
 from draftsmith.train.pace import Pace
 from draftsmith.train.packing import Cursor
 from draftsmith.train.samples import Samples
@@ -59,9 +60,9 @@ SETTINGS = {
     "target's head": ("eagle", {"head": "target"}),
     "small": ("small", {}),
     "own embeddings": ("small", {"embeddings": "own"}),
-    "adapters": ("small", {"lora_rank": 2}),
+    "adapters": ("small", {"lora": 2}),
     "checkpoint": ("small", {"layers": None, "checkpoint": True}),
-    "adapters of a checkpoint": ("small", {"layers": None, "checkpoint": True, "lora_rank": 2}),
+    "adapters of a checkpoint": ("small", {"layers": None, "checkpoint": True, "lora": 2}),
 }
 
 
@@ -91,7 +92,10 @@ def check_parameters(world: World, name: str, built: Any) -> None:
 
 def built(chosen: recipe.Recipe) -> Any:
     target = Target.load(chosen.target)
-    return family(chosen.drafter)(target, chosen.drafter_config())
+    drafter = family(chosen.drafter)(target, chosen.drafter_config())
+    if chosen.lora:
+        Lora(drafter, chosen.lora)
+    return drafter
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -82,7 +82,7 @@ def test_an_unknown_key_in_an_override(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("drafter", "key"), [("eagle", "layers"), ("eagle", "lora_rank"), ("small", "draft_vocab")]
+    ("drafter", "key"), [("eagle", "layers"), ("eagle", "checkpoint"), ("small", "draft_vocab")]
 )
 def test_a_key_of_another_family(tmp_path: Path, drafter: str, key: str) -> None:
     """`layers` beside drafter: eagle would be ignored, and the user would never know."""

@@ -260,20 +260,3 @@ def test_small_embeddings(embeddings: str, family: str, tmp_path: Path) -> None:
     kept = [n for n in names if "embed_tokens" in n or "lm_head" in n]
     assert len(kept) == {"shared": 0, "own": 1 if family == "Llama" else 2}[embeddings]
     assert distance(law_table(base.load(tmp_path, of)), law_table(made)) == 0
-
-
-@pytest.mark.parametrize("source", ["layers", "checkpoint"])
-def test_small_lora(source: str, tmp_path: Path) -> None:
-    """Faults: adapters that do nothing, or on the target's head; base weights stored or trained."""
-    config: dict[str, Any] = {"lora_rank": 2}
-    if source == "checkpoint":
-        config |= {"layers": None, "checkpoint": model_folder(tmp_path / "model")}
-    made = drafter("small", "Qwen3", **config)
-    plain = drafter("small", "Qwen3", **{**config, "lora_rank": 0})
-    assert distance(law_table(made), law_table(plain)) < 1e-6
-    assert distance(law_table(jolt(made)), law_table(plain)) > 0.05
-    check_views(made)
-    names = load_file(stored(made, tmp_path) / "model.safetensors").keys()
-    assert names and all("lora_" in name for name in names)
-    assert not any("lora_" in name for name, _ in made.target.named_parameters())
-    assert distance(law_table(base.load(tmp_path, made.target)), law_table(made)) == 0

@@ -164,10 +164,12 @@ def written_in_place() -> None:
     """checkpoint.save as one would write it without a thought."""
     slowed()
 
-    def save(folder: Path, step: int, drafter: base.Drafter, state: dict[str, Any]) -> None:
+    def save(
+        folder: Path, step: int, drafter: base.Drafter, weights: Any, state: dict[str, Any]
+    ) -> None:
         made = folder / f"checkpoint-{step}"
         made.mkdir()
-        base.save(drafter, made)
+        base.save(drafter, made, weights)
         torch.save(state | {"step": step, "rng": checkpoint.rng_state()}, made / "state.pt")
 
     checkpoint.save = save  # type: ignore[assignment]

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import yaml
 from filelock import FileLock, Timeout
+from torch import Tensor
 
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter
@@ -101,15 +102,17 @@ def _claim(recipe: Recipe) -> None:
         raise UserError(f"{folder}: cannot be written ({error.strerror}); change runs") from None
 
 
-def save(folder: Path, step: int, drafter: Drafter, state: dict[str, Any]) -> Path:
-    """Writes checkpoint-STEP: the drafter, and all that resuming needs."""
+def save(
+    folder: Path, step: int, drafter: Drafter, weights: dict[str, Tensor], state: dict[str, Any]
+) -> Path:
+    """Writes checkpoint-STEP: the drafter with these weights, and all that resuming needs."""
     place = folder / f"checkpoint-{step}"
     if place.exists():  # stopped right after it was made
         return place
     scratch = folder / f".writing-{step}"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
-    base.save(drafter, scratch)
+    base.save(drafter, scratch, weights)
     torch.save(state | {"step": step, "rng": rng_state()}, scratch / "state.pt")
     for file in scratch.iterdir():
         _flush(file)
@@ -133,13 +136,9 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(name) for name in found if name.isdigit())
 
 
-def restore(folder: Path, step: int, drafter: Drafter) -> dict[str, Any]:
-    """Loads checkpoint-STEP into a drafter built from the same recipe; returns its state.
-
-    Raises UserError for files that are damaged, or not this recipe's.
-    """
+def restore(folder: Path, step: int) -> dict[str, Any]:
+    """What checkpoint-STEP holds beside the drafter. Raises UserError for a damaged file."""
     place = folder / f"checkpoint-{step}"
-    base.load_weights(drafter, place / "model.safetensors")
     path = place / "state.pt"
     try:
         state = torch.load(path, map_location="cpu", weights_only=False)

@@ -22,6 +22,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from transformers import get_cosine_schedule_with_warmup
 
+from draftsmith.drafters import base
 from draftsmith.drafters.base import family
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.errors import UserError
@@ -30,6 +31,7 @@ from draftsmith.eval.provenance import provenance
 from draftsmith.eval.replay import replay
 from draftsmith.train import checkpoint, trackers, watch
 from draftsmith.train.checkpoint import Metrics, read_metrics
+from draftsmith.train.lora import Lora
 from draftsmith.train.objective import LOSSES, Objective, backward, denominator
 from draftsmith.train.packing import Cursor, Stream, collate
 from draftsmith.train.prior import token_counts
@@ -58,6 +60,7 @@ class Trainer:
         counts = token_counts(target, samples, self.learn, wanted)
         cls = family(recipe.drafter)
         self.drafter = fresh(recipe, target, counts)
+        self.lora = Lora(self.drafter, recipe.lora) if recipe.lora else None
         self.drafter.to(accelerator.device)
         self.coverage = self.drafter.vocab.coverage(counts.to(accelerator.device))
         for threshold in recipe.switch_alpha:
@@ -308,7 +311,8 @@ class Trainer:
     def _save(self) -> None:
         if not self.accelerator.is_main_process:
             return
-        watch.check_finite(self.step, self.drafter.weights().items())
+        weights = self.lora.merged() if self.lora else self.drafter.weights()
+        watch.check_finite(self.step, weights.items())
         state = {
             "samples": self.samples.manifest["content_hash"],
             "cursor": asdict(self.cursor),
@@ -319,8 +323,9 @@ class Trainer:
             "running": asdict(self.running),
             "still": sorted(self.still),
             "window": asdict(self.window),
+            "lora": self.lora.state() if self.lora else None,
         }
-        checkpoint.save(self.recipe.folder, self.step, self.drafter, state)
+        checkpoint.save(self.recipe.folder, self.step, self.drafter, weights, state)
 
     def _resume(self) -> bool:
         """Loads the last checkpoint; False when there is none."""
@@ -328,7 +333,12 @@ class Trainer:
         done = checkpoint.steps(folder)
         if not done:
             return False
-        state = checkpoint.restore(folder, done[-1], self.drafter)
+        if self.lora is None:
+            base.load_weights(self.drafter, folder / f"checkpoint-{done[-1]}/model.safetensors")
+        state = checkpoint.restore(folder, done[-1])
+        if self.lora:  # what lies below the adapters comes from where the run began
+            self.lora.load(state["lora"])
+            self.lora.check(folder / f"checkpoint-{done[-1]}/model.safetensors")
         if state["samples"] != self.samples.manifest["content_hash"]:
             raise UserError(
                 f"{folder}: was trained on other samples than "

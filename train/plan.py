@@ -26,6 +26,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.source import resolve
 from draftsmith.eval.replay import ROWS
 from draftsmith.train import checkpoint, storage
+from draftsmith.train.lora import linears
 from draftsmith.train.pace import Pace
 from draftsmith.train.packing import Stream
 from draftsmith.train.prompts import Prompt, product_prompts
@@ -185,16 +186,13 @@ def _config(spec: str) -> Any:
 def _drafter(recipe: Recipe, target: Any) -> tuple[Drafter, int]:
     """The drafter, on the meta device, and how many of its parameters are trained."""
     settings: Any = recipe.drafter_config()
-    rank = 0
     if getattr(settings, "checkpoint", None):  # its weights are not wanted
-        rank = settings.lora_rank
         about = _config(settings.checkpoint).to_dict()
-        settings = settings.model_copy(update={"architecture": about, "lora_rank": 0})
+        settings = settings.model_copy(update={"architecture": about})
     drafter = family(recipe.drafter)(target, settings)
-    if rank:
-        lm = cast(Any, drafter).lm
-        layers = [m for m in lm.layers.modules() if isinstance(m, nn.Linear)]
-        return drafter, sum(rank * (m.in_features + m.out_features) for m in layers)
+    if recipe.lora:
+        layers = linears(drafter).values()
+        return drafter, sum(recipe.lora * (m.in_features + m.out_features) for m in layers)
     return drafter, sum(p.numel() for p in drafter.parameters() if p.requires_grad)
 
 

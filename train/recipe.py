@@ -52,6 +52,7 @@ class Recipe(BaseModel):
     depths: int = Field(default=3, ge=1)  # K: depths unrolled in training
     k: int = Field(default=4, ge=1)  # draft length at which replay tau chooses the checkpoint
     start: str | None = None  # a drafter folder whose weights the run starts from
+    lora: int | None = Field(default=None, ge=1)  # rank: train adapters of that drafter only
     loss: str | list[str] = "kl"  # of train/objective.py; a list is gone through as alpha_0 grows
     switch_alpha: list[float] = Field(default_factory=list)  # alpha_0 that ends each loss but one
     eta: float = Field(default=3.0, ge=0)  # lk: KL's share is exp(-eta * alpha)
@@ -189,6 +190,8 @@ def parse(raw: dict[str, Any], where: str) -> Recipe:
 def _check_objective(recipe: Recipe) -> None:
     """Raises UserError for a loss, curriculum or weights that cannot be trained on."""
     losses, thresholds, weights = recipe.losses, recipe.switch_alpha, recipe.depth_weights
+    if recipe.lora and recipe.start is None and recipe.drafter != "small":
+        raise UserError("lora: adapts a drafter that is trained already; name it as start")
     if not losses:
         raise UserError("loss: is an empty list; name one")
     for loss in losses:

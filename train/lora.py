@@ -1,0 +1,86 @@
+"""LoRA fine-tuning of a drafter through peft: adapters are trained, the merged weights are stored.
+
+A checkpoint holds the drafter as it is served, adapters merged, so that eval and every exporter
+take it for any other one; the adapters themselves lie beside, for resuming. (Hu et al. 2021,
+arXiv 2106.09685; scaling is 2, alpha = 2 r, as peft's examples have it.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.errors import UserError
+
+
+class Lora:
+    """The adapters of a drafter's linears, all else in it frozen.
+
+    Raises UserError for a drafter that has no linear to adapt, or none of such a rank.
+    """
+
+    def __init__(self, drafter: Drafter, rank: int) -> None:
+        self.drafter = drafter
+        self.stored = list(drafter.weights())  # names, before peft renames what it wraps
+        from peft import LoraConfig, inject_adapter_in_model  # slow to import, and rarely needed
+
+        adapted = linears(drafter)
+        widest = max(min(m.in_features, m.out_features) for m in adapted.values())
+        if rank > widest:
+            raise UserError(f"lora: {rank} is above {widest}, the widest layer's rank; lower it")
+        drafter.requires_grad_(False)
+        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(adapted))
+        inject_adapter_in_model(config, drafter)
+
+    def state(self) -> dict[str, Tensor]:
+        """The adapters."""
+        named = self.drafter.named_parameters()
+        return {name: p.detach().cpu() for name, p in named if p.requires_grad}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Takes adapters that `state` gave."""
+        self.drafter.load_state_dict(dict(state), strict=False)
+
+    @torch.no_grad()
+    def merged(self) -> dict[str, Tensor]:
+        """What the drafter's checkpoint stores, under the names it had without adapters."""
+        named = dict(self.drafter.named_parameters()) | dict(self.drafter.named_buffers())
+        out = {name.replace(".base_layer", ""): tensor for name, tensor in named.items()}
+        for path, module in self.drafter.named_modules():
+            if hasattr(module, "get_delta_weight"):
+                out[f"{path}.weight"] = out[f"{path}.weight"] + module.get_delta_weight("default")
+        return {name: out[name].detach().contiguous() for name in self.stored}
+
+    def check(self, path: Path) -> None:
+        """Raises UserError unless a checkpoint's file holds these adapters, merged."""
+        stored = load_file(path)
+        for name, tensor in self.merged().items():
+            if not torch.allclose(tensor.cpu(), stored[name], rtol=1e-4, atol=1e-6):
+                raise UserError(
+                    f"{path}: its {name} is not what these adapters make of the weights that the "
+                    "run starts from; put the start that it began with back"
+                )
+
+
+def linears(drafter: Drafter) -> dict[str, nn.Linear]:
+    """What adapters go on, by name: every trained linear but output heads, whose rows are the
+    vocabulary: a low rank moves all of them at once.
+
+    Raises UserError where there is none.
+    """
+    found = {
+        name: module
+        for name, module in drafter.named_modules()
+        if isinstance(module, nn.Linear) and module.weight.requires_grad
+        if not name.rpartition(".")[2].startswith("lm_head")
+    }
+    if not found:
+        raise UserError(
+            f"lora: a {drafter.family} drafter has no linear layer that is trained; leave it out"
+        )
+    return found

@@ -171,12 +171,13 @@ def alpha(report: Report, at: str) -> str:
 
 def rounds(report: Report, at: str) -> str:
     """A round's time at each drafter's best k."""
-    rows = []
+    rows: list[tuple[str, dict[str, float], float]] = []
     for name, found in ordered(report, at):
         here = found["at"][at]
         costs, k = here["costs_ms"], here["best_k"]
         parts = {"draft": costs["draft"][str(k)], "verify": costs["verify"][str(k + 1)]}
         parts |= {"host": costs["host"]}
         rows.append((name, parts, sum(parts.values())))
-    step = rows and ordered(report, at)[0][1]["at"][at]["costs_ms"]["step"]
-    return plots.stacks(f"a round's time, {at}", [*rows, ("no drafts", {"step": step}, step)])
+    step = ordered(report, at)[0][1]["at"][at]["costs_ms"]["step"]
+    rows.append(("no drafts", {"step": step}, step))
+    return plots.stacks(f"a round's time, {at}", rows)

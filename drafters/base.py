@@ -72,7 +72,6 @@ class Drafter(nn.Module, ABC):
     deterministic: ClassVar[bool] = False  # a point mass given the state, at any temperature
     depth_causal: ClassVar[bool] = True  # depth j does not depend on k
     rows_shared: ClassVar[bool] = False  # one row serves every (a, j) with the same a + j
-    depths_apart: ClassVar[bool] = False  # each depth has weights of its own, `longest` of them
     trees: ClassVar[bool] = False  # whether it can draft trees
     capturable: ClassVar[bool] = True  # extend and propose read nothing on the host
 
@@ -82,7 +81,8 @@ class Drafter(nn.Module, ABC):
         self.config = config
         self.vocab = VocabMap(target.vocab_size)
         self.taps: Sequence[Tap] = ()
-        self.longest: int | None = None  # the deepest draft there is; longer chains are cut to it
+        # The deepest draft there is, each depth having weights of its own; longer chains are cut.
+        self.longest: int | None = None
 
     target: Target
 

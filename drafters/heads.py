@@ -78,7 +78,6 @@ class Heads(Drafter):
 
     Config = HeadsConfig
     trees = True
-    depths_apart = True
     config: HeadsConfig
 
     def __init__(self, target: Target, config: HeadsConfig) -> None:

@@ -57,6 +57,8 @@ SETTINGS = {
     "eagle": ("eagle", {}),
     "whole vocabulary": ("eagle", {"draft_vocab": None}),
     "target's head": ("eagle", {"head": "target"}),
+    "medusa": ("medusa", {}),
+    "hydra": ("hydra", {}),
     "small": ("small", {}),
     "own embeddings": ("small", {"embeddings": "own"}),
     "adapters": ("small", {"lora_rank": 2}),

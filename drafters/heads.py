@@ -136,25 +136,24 @@ class Heads(Drafter):
         """What head `depth` makes of g (.., H) and line (.., depth + 1), the tokens x_{a+1} ..
         x_{a+1+depth}: (.., H)."""
 
-    def _head(self, depth: int, hidden: Tensor) -> Tensor:
-        """Draft logits (.., Vd) of a depth's states (.., H)."""
-        if self.lm_heads is not None:
-            return self.lm_heads[depth](hidden)
-        return F.linear(hidden, self._target_rows().to(hidden.dtype))
-
     def _target_rows(self) -> Tensor:
         """Rows (Vd, H) of the target's lm_head."""
         rows, ids = self.target.lm_head.weight, self.vocab.ids
         return rows if ids is None else rows[ids.to(rows.device)]
 
-    def logits(self, hidden: Tensor, prev: Tensor, depth: Tensor) -> Tensor:
-        """Each row through its depth's lm_head. How many rows each gets is read on the host; a
-        proposal, which goes depth by depth, asks `_head` itself."""
+    def logits(self, hidden: Tensor, prev: Tensor, depth: Tensor | int) -> Tensor:
+        """Each row through its depth's lm_head.
+
+        depth (n,), whose values the host reads, or one int for rows (.., H) of a single depth.
+        """
         if self.lm_heads is None:
-            return self._head(0, hidden)
+            return F.linear(hidden, self._target_rows().to(hidden.dtype))
+        if isinstance(depth, int):
+            return self.lm_heads[depth](hidden)
         order = depth.argsort(stable=True)
         parts = hidden[order].split(depth.bincount(minlength=self.config.heads).tolist())
-        out = torch.cat([self._head(j, part) for j, part in enumerate(parts)])  # (n, Vd)
+        pairs = zip(self.lm_heads, parts, strict=True)
+        out = torch.cat([head(part) for head, part in pairs])  # (n, Vd)
         return torch.empty_like(out).index_copy_(0, order, out)
 
     def unroll(self, batch: Batch, depths: int, anchors: Tensor | None = None) -> Unroll:
@@ -201,7 +200,7 @@ class Heads(Drafter):
                 above = parent - (fed - W - line.shape[1])  # (B, W) within the depth before
                 above = above.unsqueeze(2).expand(-1, -1, j)
                 line = torch.cat([line.gather(1, above), tokens.unsqueeze(2)], dim=2)
-            logits = self._head(j, self._state(j, g, line))
+            logits = self.logits(self._state(j, g, line), tokens, j)
             return logits.expand(-1, W, -1)  # one law for all where tokens are not read
 
         return grow(root, state.length, policy, self.vocab, sampler, noise, forward)

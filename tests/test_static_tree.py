@@ -70,7 +70,7 @@ def check_rates(name: str) -> None:
     assert not found[3].any(), "a depth beyond the heads"
     wanted = [[here.count(i) / len(here) for i in range(static_tree.RANKS)] for here in ranks]
     torch.testing.assert_close(found[:3], torch.tensor(wanted, dtype=torch.float64))
-    assert found[:3].sum(1).min() > 0.2, "too few hits to tell"
+    assert found[:3].sum(1).min() > 0.1, "too few hits to tell"
 
 
 @pytest.mark.parametrize("name", ["medusa", "hydra"])

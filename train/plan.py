@@ -104,6 +104,8 @@ class Outline:
         self.head_trained = any(m.weight.requires_grad for m in heads)
         self.body = [m for m in linears if m not in heads]
         self.attends = any(isinstance(m, SelfAttention) for m in self.drafter.modules())
+        # Without keys, a drafter reads anchors alone.
+        self.anchors_only = not self.attends and not self.drafter.rows_shared
         longest = self.drafter.longest
         if longest is not None and recipe.depths != longest:
             raise UserError(
@@ -346,7 +348,8 @@ def _pass(
     scores = 4 * length * H  # of a token in one layer's attention
     work = tokens * (2 * outline.target_body + scores * target.num_layers) + 2 * V * H * compared
     body = 2 * outline.uses(depths) * outline.drafter_body
-    work += passes * tokens * (body + depths * scores * outline.attends)
+    read = compared if outline.anchors_only else tokens
+    work += passes * read * (body + depths * scores * outline.attends)
     work += of_head * depths * compared * 2 * Vd * H
     walks = compared * (2 * V + (5 if backward else 3) * depths * Vd)
     return work / pace.matmul(int(tokens)) + walks / pace.rowwise

@@ -16,7 +16,6 @@ import pytest
 
 pytest.importorskip("datasets")
 
-import reference
 import test_contract as contract
 import test_faults as faults
 import test_parity as parity
@@ -29,6 +28,7 @@ from draftsmith.eval import static_tree
 from draftsmith.eval.static_tree import best_tree, calibrate, hit_rates
 from draftsmith.recipes import cli
 from draftsmith.train import __main__ as train
+from reference_heads import head_logits
 from training import World
 
 
@@ -58,15 +58,14 @@ def check_rates(name: str) -> None:
     made, hf = contract.drafter(name), tiny.hf_model("Llama").double()
     texts = contract.prompts(5)
     batches = [contract.read(made.target, [text], made.taps) for text in texts]
+    weights, config = made.weights(), made.config.model_dump()
     ranks: list[list[int]] = [[], [], []]
     for text in texts:
         for anchor in range(len(text) - 2):
             for j in range(min(3, len(text) - 2 - anchor)):
-                law = reference.head_law(
-                    made.weights(), made.config.model_dump(), hf, text, anchor, j
-                )
-                own = law[text[anchor + 2 + j]]
-                ranks[j].append(int((law > own).sum()) if own > 0 else static_tree.RANKS)
+                logits, ids = head_logits(weights, config, hf, text, anchor, j)
+                own = logits[ids == text[anchor + 2 + j]]
+                ranks[j].append(int((logits > own).sum()) if len(own) else static_tree.RANKS)
                 if ranks[j][-1] >= static_tree.RANKS:
                     break
     found = hit_rates(made, batches, 4)

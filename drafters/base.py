@@ -81,7 +81,8 @@ class Drafter(nn.Module, ABC):
         self.config = config
         self.vocab = VocabMap(target.vocab_size)
         self.taps: Sequence[Tap] = ()
-        self.longest: int | None = None  # the deepest draft there is; longer chains are cut to it
+        # The deepest draft there is, each depth having weights of its own; longer chains are cut.
+        self.longest: int | None = None
 
     target: Target
 
@@ -182,7 +183,7 @@ def rows_of(states: Tensor, alignment: Alignment, batch: Batch) -> Unroll:
     return Unroll(states[exists], index, prev[exists], depth[exists], alignment.anchors)
 
 
-_BUILT_IN = ("ngram", "small", "eagle")
+_BUILT_IN = ("ngram", "small", "medusa", "hydra", "eagle")
 _FAMILIES: dict[str, type[Drafter]] = {}
 
 

@@ -143,6 +143,10 @@ def evaluate(
         int | None, typer.Option(help="Draft a dynamic tree of at most this many tokens.")
     ] = None,
     branch: Annotated[int, typer.Option(help="With --tree: nodes expanded at each depth.")] = 10,
+    static: Annotated[
+        bool,
+        typer.Option("--static", help="With --tree: one shape, the best on the run's held-out."),
+    ] = False,
     block: Annotated[
         bool, typer.Option("--block", help="Judge sampled chains by block verification.")
     ] = False,
@@ -156,10 +160,12 @@ def evaluate(
     from draftsmith.recipes.evaluate import Settings, policy
     from draftsmith.recipes.evaluate import evaluate as run
 
-    sampler, drafting = Sampler(temperature, top_k, top_p), policy(k, tree, branch, block)
+    sampler = Sampler(temperature, top_k, top_p)
+    drafting = policy(k, tree, branch, block, static)
     settings = Settings(
-        checkpoint, target, prompts, limit, sampler, drafting, max_new_tokens, stop or [], seed
-    )
+        checkpoint, target, prompts, limit, sampler, drafting, max_new_tokens, stop or [], seed,
+        static,
+    )  # fmt: skip
     if not run(settings, output):
         print("error: decoder and replay disagree; this is a bug in draftsmith", file=sys.stderr)
         raise typer.Exit(1)

@@ -19,13 +19,17 @@ from draftsmith.drafters.policy import Policy, Tree
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval.evaluate import evaluate as measure
+from draftsmith.recipes.static import calibrated, run_of, told
 from draftsmith.train.prompts import encode, product_prompts
 from draftsmith.train.suites import read_suite, spread
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the figures. checkpoint: a folder, or ngram. target None: the drafter's own."""
+    """What decides the figures. checkpoint: a folder, or ngram. target None: the drafter's own.
+
+    static: a tree of one shape, of the policy's depth and nodes, takes the policy's place.
+    """
 
     checkpoint: str
     target: str | None
@@ -36,11 +40,14 @@ class Settings:
     max_new_tokens: int
     stop: list[str]
     seed: int
+    static: bool = False
 
 
-def policy(k: int, tree: int | None, branch: int, block: bool) -> Policy:
+def policy(k: int, tree: int | None, branch: int, block: bool, static: bool = False) -> Policy:
     """The policy that the command line names. Raises UserError for one that makes no sense."""
     if tree is None:
+        if static:
+            raise UserError("--static: gives a tree its shape; say how many tokens: --tree 16")
         return Policy(k, block)
     if block:
         raise UserError("--block: judges chains; leave --tree out")
@@ -61,7 +68,10 @@ def evaluate(settings: Settings, output: Path | None) -> bool:
     folder = Path(settings.checkpoint)
     about = None if settings.checkpoint == "ngram" else base.read_config(folder)
     spec = settings.target or (about["target"].get("spec") if about else None) or "smollm2"
-    record = {
+    if settings.static and about is None:
+        raise UserError("--static: ngram drafts chains only; give a checkpoint")
+    run = run_of(folder) if settings.static else None
+    record: dict[str, Any] = {
         "checkpoint": settings.checkpoint,
         "target": spec,
         "sampler": vars(settings.sampler),
@@ -71,6 +81,8 @@ def evaluate(settings: Settings, output: Path | None) -> bool:
         "seed": settings.seed,
         "prompts_hash": hashlib.sha256(" ".join(p.key for p in asked).encode()).hexdigest()[:16],
     }
+    if settings.static:
+        record["static"] = True
     if output is not None:
         _claim(output, record)
     target = Target.load(spec, dtype=torch.float32)  # parity is defined in fp32
@@ -80,6 +92,7 @@ def evaluate(settings: Settings, output: Path | None) -> bool:
     else:
         drafter = base.load(folder, target)
     drafter.check(settings.policy)
+    drafting, tree = settings.policy, None
     ids = encode(asked, target)
     longest = max(map(len, ids))
     if longest + settings.max_new_tokens > target.max_positions:
@@ -87,13 +100,24 @@ def evaluate(settings: Settings, output: Path | None) -> bool:
             f"--max-new-tokens: {settings.max_new_tokens} after a prompt of {longest} tokens "
             f"exceed the target's {target.max_positions} positions; lower it"
         )
+    if run is not None:
+        tree = calibrated(*run, target, drafter, settings.policy)
+        drafting = tree.tree
+        print(told(tree, run[1]))
     with _DecodeProgress(len(ids)) as progress:
         report = measure(
-            target, drafter, ids, settings.sampler, settings.policy, settings.max_new_tokens,
+            target, drafter, ids, settings.sampler, drafting, settings.max_new_tokens,
             seed=settings.seed, stop=settings.stop, domains=[p.domain for p in asked],
             progress=progress.update,
         )  # fmt: skip
     report["settings"] = record
+    if tree is not None:
+        report["tree"] = {
+            "paths": tree.tree.paths,
+            "expected_tau": tree.expected_tau,
+            "walked_tau": tree.tau,
+            "hit_rates": tree.rates.tolist(),
+        }
     _print(report, Console())
     if output is not None:
         (output / "report.json").write_text(json.dumps(report, indent=1) + "\n")

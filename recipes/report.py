@@ -112,7 +112,7 @@ def report(run: Path, settings: Settings) -> dict[str, Any]:
                 "max_new_tokens": settings.max_new_tokens,
                 "source": Path(settings.prompts).name if settings.prompts else "draftsmith's own",
                 "seed": settings.seed,
-                "also_trained_on": also_trained_on(_samples(run, recipe), prompts, target),
+                "also_trained_on": also_trained_on(samples_of(run, recipe), prompts, target),
                 "content_hash": {name: held.content_hash for name, held in sets.items()},
             },
             "k": k,
@@ -153,7 +153,7 @@ def learned(run: Path, step: int) -> int:
     return max((m["tokens"] for m in lines if "tokens" in m and m["step"] <= step), default=0)
 
 
-def _samples(run: Path, recipe: Recipe) -> Path:
+def samples_of(run: Path, recipe: Recipe) -> Path:
     """Where the answers lie, or lay, that the run learned from."""
     return Path(recipe.samples) if recipe.samples else run / "samples"
 

@@ -58,6 +58,8 @@ SETTINGS = {
     "eagle": ("eagle", {}),
     "whole vocabulary": ("eagle", {"draft_vocab": None}),
     "target's head": ("eagle", {"head": "target"}),
+    "medusa": ("medusa", {}),
+    "hydra": ("hydra", {}),
     "small": ("small", {}),
     "own embeddings": ("small", {"embeddings": "own"}),
     "adapters": ("small", {"lora": 2}),
@@ -116,6 +118,52 @@ def test_parameters_planted(world: World, monkeypatch: pytest.MonkeyPatch) -> No
         check_parameters(world, "small", built)
 
 
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "meta-llama/Llama-3.1-8B-Instruct": (
+        "Llama",
+        {"vocab_size": 128256, "intermediate_size": 14336, "num_hidden_layers": 32,
+         "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0,
+                             "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                             "original_max_position_embeddings": 8192}},
+    ),
+    "Qwen/Qwen3-8B": (
+        "Qwen3",
+        {"vocab_size": 151936, "intermediate_size": 12288, "num_hidden_layers": 36,
+         "head_dim": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ),
+}  # fmt: skip
+LINEAR = 4096 * 4097  # a layer of H 4096 with its bias
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("llama31-8b-medusa", 4 * (LINEAR + 32000 * 4096)),
+        ("qwen3-8b-hydra", 2 * (14 * 4096**2 + 4 * 4096) + 4 * (3 * LINEAR + 32000 * 4096)),
+    ],
+)
+def test_recipes_of_large_targets(name: str, parameters: int, tmp_path: Path) -> None:
+    """Shipped recipes that were never run are planned on their target's own shape, without weights.
+
+    Faults: settings that such a target cannot take; a plan that no longer knows a family.
+    """
+    family_name, shape = SHAPES[recipe.load(name).target]
+    common = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+    getattr(transformers, f"{family_name}Config")(**common, **shape).save_pretrained(tmp_path)
+    made = plan.plan(recipe.load(name, [f"target={tmp_path}"]))
+    assert made.drafter_parameters == parameters
+    assert 7.5e9 < made.target_parameters < 8.5e9
+    logits = made.memory["logits of one chunk"]
+    assert logits < 4 << 30, "chunk is too large for a vocabulary of this size"
+
+
+def test_heads_that_training_does_not_reach(world: World) -> None:
+    """Fault: the last head stays what it was, which shows when it is served."""
+    for depths in (2, 4):
+        with pytest.raises(UserError, match=f"depths: {depths} in .* weights for 3: set depths: 3"):
+            planned(world, "short", "medusa", depths=depths)
+
+
 def test_config_is_enough(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No weights are read, and none need be there."""
     whole = planned(world, "whole", "eagle")
@@ -149,7 +197,7 @@ def check_flops(world: World, drafter: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["eagle", "small"])
+@pytest.mark.parametrize("drafter", ["eagle", "medusa", "hydra", "small"])
 def test_flops(world: World, drafter: str) -> None:
     check_flops(world, drafter)
 

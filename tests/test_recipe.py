@@ -145,6 +145,13 @@ def test_a_wrong_value(tmp_path: Path, key: str, value: Any) -> None:
     assert str(path) in line and f"{key}" in line.removeprefix(str(path))
 
 
+@pytest.mark.parametrize("drafter", ["medusa", "hydra"])
+@pytest.mark.parametrize(("key", "value"), [("heads", 0), ("layers", 0), ("head", "none")])
+def test_a_wrong_value_of_heads(tmp_path: Path, drafter: str, key: str, value: Any) -> None:
+    line = refusal(write(tmp_path, drafter=drafter, **{key: value}))
+    assert f"mine.yaml: {key}: " in line and f"got {value!r}" in line
+
+
 @pytest.mark.parametrize(
     ("drafter", "words"),
     [("ngram", "nothing to train"), ("eagel", "known are"), (["eagle"], "name a family")],

@@ -162,7 +162,7 @@ def test_load_refuses(what: str, tmp_path: Path) -> None:
 
 def test_load_refuses_a_target_with_another_tokenizer(tmp_path: Path) -> None:
     """Fault: same sizes, other words."""
-    folder = stored(drafter("toy-medusa"), tmp_path)
+    folder = stored(drafter("medusa"), tmp_path)
     other = Target(tiny.hf_model(), tiny.tokenizer(40), tiny.source())
     with pytest.raises(UserError, match="tokenizer"):
         base.load(folder, other)
@@ -175,6 +175,7 @@ def test_load_refuses_a_target_with_another_tokenizer(tmp_path: Path) -> None:
         ("eagle", {"taps": [-1, 2]}, r"taps: layer -1 is not in 0\.\.4"),
         ("eagle", {"taps": [1, 1]}, "taps: .* twice"),
         ("eagle", {"draft_vocab": 49}, "draft_vocab: 49 .*48"),
+        ("medusa", {"draft_vocab": 49}, "draft_vocab: 49 .*48"),
         ("toy-block", {"taps": [7]}, r"taps: layer 7 is not in 0\.\.4"),
         ("small", {"layers": [0, 4]}, r"layers: 4 is not in 0\.\.3"),
         ("small", {"layers": [-1]}, r"layers: -1 is not in 0\.\.3"),

@@ -33,6 +33,8 @@ from draftsmith.train.samples import generate
 
 DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle": {"taps": [1, 2, 4], "draft_vocab": 32},
+    "medusa": {"heads": 3, "draft_vocab": 32},
+    "hydra": {"heads": 3, "layers": 2, "head": "target"},
     "small": {"layers": [0, 3]},
 }
 

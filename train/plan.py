@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from draftsmith.drafters.base import Drafter, family
 from draftsmith.drafters.causal_lm import CausalLM
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.layers import SelfAttention
 from draftsmith.drafters.source import resolve
 from draftsmith.eval.replay import ROWS
 from draftsmith.train import checkpoint, storage
@@ -103,11 +104,24 @@ class Outline:
         heads = [m for m in linears if m.out_features in (self.draft_vocab, len(head))]
         self.head_trained = any(m.weight.requires_grad for m in heads)
         self.body = [m for m in linears if m not in heads]
+        self.attends = any(isinstance(m, SelfAttention) for m in self.drafter.modules())
+        # Without keys, a drafter reads anchors alone.
+        self.anchors_only = not self.attends and not self.drafter.rows_shared
+        longest = self.drafter.longest
+        if longest is not None and recipe.depths != longest:
+            raise UserError(
+                f"depths: {recipe.depths} in training, and the drafter has weights for {longest}: "
+                f"set depths: {longest}, or change the drafter"
+            )
 
     @property
     def drafter_body(self) -> int:
         """Weights that a drafted token passes, the head's apart."""
         return sum(m.weight.numel() for m in self.body)
+
+    def uses(self, depths: int) -> int:
+        """How often a row passes each of those: once, where every depth has weights of its own."""
+        return depths if self.drafter.longest is None else 1
 
 
 def plan(recipe: Recipe, timed: bool = True) -> Plan:
@@ -249,8 +263,9 @@ def _memory(recipe: Recipe, outline: Outline, texts: Texts, device: torch.device
     taps = len(outline.drafter.taps)
     # Inputs and outputs of every linear, half as much again for norms, activations, residuals; and
     # the scores that a head of its own attention holds per depth.
-    acts = tokens * depths * 3 * sum(m.in_features + m.out_features for m in outline.body) // 2
-    if not shared:
+    uses = outline.uses(depths)
+    acts = tokens * uses * 3 * sum(m.in_features + m.out_features for m in outline.body) // 2
+    if outline.attends:
         heads = target.config.num_attention_heads
         acts += 5 * depths * recipe.rows * heads * recipe.length**2 // 2
     learned = int(tokens * texts.share)
@@ -330,7 +345,9 @@ def _pass(
     of_head = passes - (backward and not outline.head_trained)
     scores = 4 * length * H  # of a token in one layer's attention
     work = tokens * (2 * outline.target_body + scores * target.num_layers) + 2 * V * H * compared
-    work += passes * depths * tokens * (2 * outline.drafter_body + scores * (not shared))
+    body = 2 * outline.uses(depths) * outline.drafter_body
+    read = compared if outline.anchors_only else tokens
+    work += passes * read * (body + depths * scores * outline.attends)
     work += of_head * depths * compared * 2 * Vd * H
     walks = compared * (2 * V + (5 if backward else 3) * depths * Vd)
     return work / pace.matmul(int(tokens)) + walks / pace.rowwise

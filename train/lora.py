@@ -77,7 +77,7 @@ def linears(drafter: Drafter) -> dict[str, nn.Linear]:
         name: module
         for name, module in drafter.named_modules()
         if isinstance(module, nn.Linear) and module.weight.requires_grad
-        if not name.rpartition(".")[2].startswith("lm_head")
+        if "lm_head" not in name
     }
     if not found:
         raise UserError(

@@ -37,8 +37,10 @@ from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, recipe
 from draftsmith.train.loop import Trainer
 from draftsmith.train.packing import collate
-from draftsmith.train.prompts import Prompt, encode, read_prompts
+from draftsmith.train.prompts import Prompt
 from draftsmith.train.samples import Samples, generate
+from draftsmith.train.sources import read_prompts
+from draftsmith.train.template import encode
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402

@@ -21,7 +21,8 @@ from draftsmith.drafters.policy import Tree
 from draftsmith.drafters.target import Target
 from draftsmith.eval import bench, bench_table
 from draftsmith.eval.provenance import provenance
-from draftsmith.train.prompts import encode, product_prompts
+from draftsmith.train.prompts import product_prompts
+from draftsmith.train.template import encode
 
 DOMAINS, EACH, TOKENS = ("code", "math", "chat"), 2, 40
 CHAINS = [Policy(k) for k in (2, 4)]

@@ -31,7 +31,8 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval import synthetic
 from draftsmith.eval.decoder.loop import Decoder
-from draftsmith.train.prompts import encode, product_prompts
+from draftsmith.train.prompts import product_prompts
+from draftsmith.train.template import encode
 
 TOKENS, ALLOWED = 48, 0.10
 POLICIES = (Policy(4), Tree(k=4, budget=16, branch=8))

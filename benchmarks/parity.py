@@ -21,7 +21,8 @@ from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval.evaluate import evaluate
-from draftsmith.train.prompts import encode, read_prompts
+from draftsmith.train.sources import read_prompts
+from draftsmith.train.template import encode
 
 K, TOKENS, PROMPTS, SEED = 4, 64, 8, 0
 

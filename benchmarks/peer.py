@@ -30,7 +30,8 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval import synthetic
 from draftsmith.eval.decoder.loop import Decoder
-from draftsmith.train.prompts import encode, product_prompts
+from draftsmith.train.prompts import product_prompts
+from draftsmith.train.template import encode
 
 K, TOKENS, PROMPTS, REPEATS = 4, 64, 4, 3
 

@@ -25,7 +25,8 @@ from draftsmith.drafters.target import Target
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.evaluate import read_texts
 from draftsmith.eval.replay import replay
-from draftsmith.train.prompts import encode, read_prompts
+from draftsmith.train.sources import read_prompts
+from draftsmith.train.template import encode
 
 K, TOKENS, PROMPTS, SEED = 4, 128, 8, 0
 

@@ -6,15 +6,30 @@ so a result does not depend on batch composition, and a run can be repeated draw
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftsmith.drafters.errors import UserError
 
+# What other samplers may do to p and this one does not, and the value that leaves p as it is. By
+# the names that requests, recipes and generation_config.json use.
+NOT_APPLIED: dict[str, Any] = {
+    "repetition_penalty": 1.0, "repeat_penalty": 1.0, "presence_penalty": 0.0,
+    "frequency_penalty": 0.0, "min_p": 0.0, "typical_p": 1.0, "no_repeat_ngram_size": 0,
+    "logit_bias": None, "bad_words_ids": None, "suppress_tokens": None, "sequence_bias": None,
+}  # fmt: skip
 _BLOCK = 256  # tokens of the vocabulary that a draw sums up first
+
+
+def not_applied(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that change p in a way that `Sampler` cannot: acceptance would be another's."""
+    named = {name: settings.get(name) for name in NOT_APPLIED}
+    return {n: v for n, v in named.items() if v and v != NOT_APPLIED[n]}
 
 
 @dataclass(frozen=True)

@@ -106,8 +106,9 @@ def bench(request: Request) -> None:
 
 
 def _real(request: Request) -> tuple[Target, dict[str, Drafter], list[Asked]]:
-    from draftsmith.train.prompts import encode, product_prompts
+    from draftsmith.train.prompts import product_prompts
     from draftsmith.train.suites import read_suite, spread
+    from draftsmith.train.template import encode
 
     names = request.drafters or ["ngram"]
     for name in names:

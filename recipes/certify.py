@@ -14,7 +14,8 @@ from draftsmith.drafters.target import Target
 from draftsmith.eval.certify import Subject, certificate, untouched, untrained
 from draftsmith.eval.certify import certify as run
 from draftsmith.eval.provenance import provenance
-from draftsmith.train.prompts import encode, product_prompts
+from draftsmith.train.prompts import product_prompts
+from draftsmith.train.template import encode
 
 PROMPTS = 5
 

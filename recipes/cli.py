@@ -44,52 +44,102 @@ def quickstart(
     raise typer.Exit(run(folder))
 
 
-@app.command(epilog="Example: draftsmith sample samples/smol --target smollm2 --max-new-tokens 128")
+@app.command(
+    epilog="Example: draftsmith sample samples/smol --prompts chats.jsonl --max-new-tokens 256; "
+    "look at it: draftsmith sample samples/smol --show"
+)
 def sample(
-    folder: Annotated[Path, typer.Argument(help="Samples folder to make, or to go on with.")],
+    folder: Annotated[
+        Path, typer.Argument(help="Samples folder to make or go on with; --show: or a file.")
+    ],
     target: Annotated[str, typer.Option(help="Hub id, folder, GGUF file or smollm2.")] = "smollm2",
-    prompts: Annotated[str | None, typer.Option(help=SUITE)] = None,
+    prompts: Annotated[
+        str | None,
+        typer.Option(help="A file, a folder, a data set on the hub, or a mix (YAML) of them."),
+    ] = None,
+    column: Annotated[
+        str | None, typer.Option(help="The column that asks; default: found, and told.")
+    ] = None,
+    template: Annotated[
+        list[str] | None,
+        typer.Option(help="KEY=VALUE for the chat template, e.g. enable_thinking=false."),
+    ] = None,
+    continue_: Annotated[
+        int | None,
+        typer.Option("--continue", min=1, help="Let texts be continued after so many tokens."),
+    ] = None,
+    given: Annotated[
+        bool, typer.Option("--given", help="Keep the answers that stand there (foreign text).")
+    ] = False,
     answers: Annotated[
         Path | None, typer.Option("--import", help="JSONL of prompt_ids and response_ids.")
     ] = None,
     foreign: Annotated[
-        bool, typer.Option("--foreign", help="With --import: not the target's own text.")
+        bool, typer.Option("--foreign", help="Take answers that are not the target's own.")
+    ] = False,
+    server: Annotated[
+        str | None, typer.Option(help="URL of an OpenAI-compatible server that answers.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="With --server: its name there.")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="With --server: requests at a time.")] = 8,
+    show: Annotated[
+        bool, typer.Option("--show", help="Print conversations, coloured by what is learned.")
     ] = False,
     temperature: Temperature = 1.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 192,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of each turn.")] = 192,
     batch_size: Annotated[int, typer.Option(min=1)] = 16,
     seed: Seed = 0,
 ) -> None:
-    """Lets the target answer prompts, or imports its answers as token ids."""
+    """Lets the target answer prompts, turn by turn; or imports answers; or shows samples."""
+    from draftsmith.drafters.sampling import Sampler
+    from draftsmith.recipes.sample import Request
+    from draftsmith.recipes.sample import sample as run
+    from draftsmith.recipes.show import show as display
+
+    request = Request(
+        folder, target, prompts, column, template or [], continue_, given, answers, foreign,
+        server, model, concurrency, Sampler(temperature, top_k, top_p), max_new_tokens,
+        batch_size, seed,
+    )  # fmt: skip
+    (display if show else run)(request)
+
+
+@app.command(
+    "self-prompt",
+    epilog="Example: draftsmith self-prompt own.jsonl --count 2000; then: draftsmith sample "
+    "samples/own --prompts own.jsonl",
+)
+def self_prompt(
+    file: Annotated[Path, typer.Argument(help="JSONL file of prompts to make.")],
+    target: Annotated[str, typer.Option(help="Hub id, folder, GGUF file or smollm2.")] = "smollm2",
+    count: Annotated[int, typer.Option(min=1, help="Questions written; fewer are kept.")] = 1000,
+    system: Annotated[str | None, typer.Option(help="A system prompt that sets the topic.")] = None,
+    template: Annotated[
+        list[str] | None, typer.Option(help="KEY=VALUE for the chat template.")
+    ] = None,
+    temperature: Temperature = 1.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of each question.")] = 128,
+    batch_size: Annotated[int, typer.Option(min=1)] = 16,
+    seed: Seed = 0,
+) -> None:
+    """Lets the target write its own prompts, from its chat template's user turn."""
     from draftsmith.drafters.sampling import Sampler
     from draftsmith.drafters.target import Target
-    from draftsmith.train import storage
-    from draftsmith.train.prompts import product_prompts
-    from draftsmith.train.samples import generate, import_answers
-    from draftsmith.train.suites import read_suite
+    from draftsmith.recipes.sample import settings
+    from draftsmith.train.selfprompt import write_prompts
 
-    sampler = Sampler(temperature, top_k, top_p)
-    if foreign and answers is None:
-        raise UserError("--foreign: goes with --import; generated answers are the target's own")
-    asked = None
-    if answers is None:
-        asked = read_suite(prompts) if prompts else product_prompts("train")
-    elif not answers.is_file():
-        raise UserError(f"{answers}: no such file; --import takes a JSONL file")
-    with storage.claimed(folder):
-        pass  # a folder that cannot be written, or holds other files, is told before any loading
-    loaded = Target.load(target)
-    if asked is None:
-        assert answers is not None
-        made = import_answers(answers, loaded, sampler, folder, foreign=foreign)
-    else:
-        made = generate(
-            loaded, asked, sampler, max_new_tokens, folder, seed=seed, batch_size=batch_size
-        )
-    tokens = int(made.token_counts().sum())
-    print(f"{folder}: {len(made)} answers, {tokens:,} tokens of {target} at {sampler}")
+    sampler, given = Sampler(temperature, top_k, top_p), settings(template or [])
+    if file.exists():
+        raise UserError(f"{file}: exists already; name another file, or remove it")
+    written = write_prompts(
+        file, Target.load(target), count, sampler, max_new_tokens=max_new_tokens, system=system,
+        template=given, seed=seed, batch_size=batch_size,
+    )  # fmt: skip
+    print(f"{file}: {written}")
 
 
 @app.command(epilog="Example: draftsmith plan smol-eagle3 steps=2000 rows=4")

@@ -20,8 +20,9 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval.evaluate import evaluate as measure
 from draftsmith.recipes.static import calibrated, run_of, told
-from draftsmith.train.prompts import encode, product_prompts
+from draftsmith.train.prompts import product_prompts
 from draftsmith.train.suites import read_suite, spread
+from draftsmith.train.template import encode
 
 
 @dataclass(frozen=True)

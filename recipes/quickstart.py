@@ -35,9 +35,10 @@ from draftsmith.recipes.quickstart_report import NAMES
 from draftsmith.train import checkpoint, recipe
 from draftsmith.train.__main__ import train
 from draftsmith.train.progress import CountLine, clock
-from draftsmith.train.prompts import encode, product_prompts
+from draftsmith.train.prompts import product_prompts
 from draftsmith.train.samples import generate
 from draftsmith.train.suites import spread
+from draftsmith.train.template import encode
 
 STAGES = (
     "the target answers prompts",

@@ -29,9 +29,20 @@ from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.recipes import cli
 from draftsmith.train import checkpoint
 from draftsmith.train import loop as train_loop
+from draftsmith.train.reader import Samples
 from training import World
 
-COMMANDS = ("quickstart", "plan", "sample", "train", "eval", "report", "certify", "bench")
+COMMANDS = (
+    "quickstart",
+    "plan",
+    "sample",
+    "self-prompt",
+    "train",
+    "eval",
+    "report",
+    "certify",
+    "bench",
+)
 ASKING = ("sample", "train", "eval")  # take prompts and a target in the same ways
 KEYS = {  # what issue 2 promises, and servers' reports will be compared by
     "target": {"spec", "revision", "tokenizer_hash", "vocab_size"},
@@ -177,9 +188,9 @@ def test_eval_settings(door: Door, words: list[str], named: str) -> None:
         ("\n\n", "no rows"),
         ("[]", "no rows"),
         ("what is this", "not JSON"),
-        ('{"prompt": "a"}\n{"prompt"', "line 2"),
+        ('{"prompt": "\\ud83d"}', "half a character"),
         ('["a"]', "object"),
-        ('{"question": "a"}', "no text"),
+        ('{"label": 1, "n": 2}', "no text"),
         ('{"prompt": ""}', "no text"),
         ('{"prompt": 3}', "no text"),
         ('{"messages": []}', "messages"),
@@ -585,6 +596,12 @@ def test_a_damaged_checkpoint_on_resume(
         (["--batch-size", "0"], "--batch-size"),
         (["--foreign"], "--import"),
         (["--import", "none.jsonl"], "none.jsonl"),
+        (["--import", "none.jsonl", "--server", "http://localhost:1"], "--server"),
+        (["--model", "big"], "--server"),
+        (["--given"], "--prompts"),
+        (["--continue", "4"], "--prompts"),
+        (["--prompts", "none.csv"], "none.csv"),
+        (["--template", "thinking"], "KEY=VALUE"),
     ],
 )
 def test_sample_settings(door: Door, tmp_path: Path, words: list[str], named: str) -> None:
@@ -610,6 +627,35 @@ def test_samples_begun_with_other_settings(door: Door, world: World, samples: Pa
     for change in (["--temperature", "0"], ["--max-new-tokens", "25"], ["--seed", "1"]):
         line = door.refusal(*words, "--max-new-tokens", "24", *change)
         assert str(samples) in line and change[0].strip("-").replace("-", "_") in line
+
+
+def test_texts_continued_by_a_base_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """No chat template: the first tokens of each text are its prompt. Then shown, in colour."""
+    bare = training.save_target(tmp_path / "bare", template=False)
+    (tmp_path / "texts.txt").write_text("a b c d e f\n\ng h\n")
+    words = ["sample", tmp_path / "s", "--target", bare, "--prompts", tmp_path / "texts.txt"]
+    assert run(monkeypatch, *words, "--continue", 3, "--max-new-tokens", 5) == 0
+    told = capsys.readouterr()
+    assert "texts.txt: column text, 2 of 2 rows" in told.err and "2 answers" in told.out
+    target = Target.load(str(bare))
+    samples = Samples.open(tmp_path / "s", target)
+    assert [s.ids[: s.made.index(True)] for s in samples] == [[2, 3, 4], [8, 9]]
+    assert run(monkeypatch, "sample", tmp_path / "s", "--show") == 0
+    shown = capsys.readouterr().out
+    assert (
+        "green is learned from" in shown and "a b c" in shown and f"{len(samples[0].ids)}" in shown
+    )
+
+
+def test_a_file_is_shown_as_it_would_be_asked(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Decoder, "generate", _never)
+    assert run(monkeypatch, "sample", world.prompts, "--show", "--target", world.target) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "column" in shown and "end by a question" in shown
 
 
 # ---------------------------------------------------------------- a real process

@@ -39,7 +39,8 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def prompts(target: Target) -> list[list[int]]:
-    from draftsmith.train.prompts import encode, product_prompts
+    from draftsmith.train.prompts import product_prompts
+    from draftsmith.train.template import encode
 
     asked = product_prompts("heldout")
     return encode(asked[:: len(asked) // 10][:10], target)

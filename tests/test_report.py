@@ -40,8 +40,11 @@ from draftsmith.recipes import report as recipe_report
 from draftsmith.recipes.report import Settings
 from draftsmith.train import __main__ as train
 from draftsmith.train.heldout import also_trained_on
-from draftsmith.train.prompts import Prompt, asked, encode, read_prompts
-from draftsmith.train.samples import Samples, import_answers
+from draftsmith.train.imported import import_answers
+from draftsmith.train.prompts import Prompt, asked
+from draftsmith.train.samples import Samples
+from draftsmith.train.sources import read_prompts
+from draftsmith.train.template import encode
 from training import World
 from walker import NUMBER, Visible, strangers
 

@@ -18,8 +18,10 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.source import Source
 from draftsmith.drafters.target import Target
 from draftsmith.train import storage
-from draftsmith.train.prompts import Prompt, asked, encode
-from draftsmith.train.samples import Samples, generate, import_answers
+from draftsmith.train.imported import import_answers
+from draftsmith.train.prompts import Prompt, asked
+from draftsmith.train.samples import Samples, generate
+from draftsmith.train.template import encode
 
 WARM = Sampler(0.8, 10)
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -227,7 +229,10 @@ def test_request_that_cannot_be_met(tmp_path: Path) -> None:
         (([], WARM, 4, folder), "prompts: there are none"),
         ((one, WARM, 0, folder), "max_new_tokens: 0"),
         ((one, WARM, 4, folder, 0, 0), "batch_size: 0"),
-        ((one, WARM, 512, folder), "prompt 0: 2 tokens and max_new_tokens 512 exceed"),
+        (
+            (one, WARM, 512, folder),
+            "2 too long for the target's 512 positions .first: prompt 0: 2 tokens",
+        ),
     ]
     for arguments, message in faults:
         with pytest.raises(UserError, match=message):
@@ -285,7 +290,7 @@ def test_import(tmp_path: Path) -> None:
 
 
 def test_import_in_several_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftsmith.train.samples._IMPORT_PART", 5)
+    monkeypatch.setattr("draftsmith.train.imported._PART", 5)
     content = answers(WARM)
     samples = imported(content, WARM, tmp_path)
     assert [s.ids for s in samples] == [r["prompt_ids"] + r["response_ids"] for r in content]
@@ -300,6 +305,7 @@ def test_import_in_several_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ({"finish_reason": None}, "line 4: finish_reason is no text"),
         ({"response_ids": [48]}, "line 4: token 48 is outside the vocabulary"),
         ({"response_ids": [5] * 600}, "tokens exceed the target's 512 positions"),
+        ({"min_p": 0.1, "repetition_penalty": 1.0}, "line 4: drawn with {'min_p': 0.1}, which"),
     ],
 )
 def test_import_faults_leave_nothing(tmp_path: Path, change: dict, message: str) -> None:

@@ -24,8 +24,9 @@ import tiny
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.train import storage
+from draftsmith.train.imported import import_answers
 from draftsmith.train.prompts import Prompt, asked
-from draftsmith.train.samples import Samples, generate, import_answers
+from draftsmith.train.samples import Samples, generate
 
 WARM = Sampler(0.8, 10)
 BATCH, PROMPTS, TOKENS = 3, 11, 8  # four batches

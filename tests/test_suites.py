@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from draftsmith.drafters.errors import UserError
-from draftsmith.train import prompts, suites
-from draftsmith.train.prompts import Prompt, asked, read_prompts
+from draftsmith.train import sources
+from draftsmith.train.prompts import Prompt, asked
+from draftsmith.train.sources import TRAIN, Reading
 from draftsmith.train.suites import read_suite, spread
 
 
@@ -37,51 +38,8 @@ def test_folder(tmp_path: Path) -> None:
     assert texts(read_suite(str(tmp_path / "a.json"))) == ["one"]
 
 
-def test_prompt_may_be_a_list_of_turns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As MT-Bench on the hub has it."""
-    path = write(tmp_path / "mt.jsonl", [{"prompt": ["first", "then"], "category": "writing"}])
-    assert texts(read_prompts(path)) == ["first"]
-    assert "1 of 1 rows have later turns" in caplog.text
-
-
-MIXED = {
-    "turns": ({"turns": ["b"]}, "asks by turns where the rows before it ask by prompt"),
-    "messages": ({"messages": [{"role": "user", "content": "b"}]}, "asks by messages"),
-    "ids": ({"prompt_ids": [3]}, "asks by prompt_ids"),
-    "no field": ({"question": "b"}, "has no text (fields: question)"),
-    "text": ("b", "str where an object was expected"),
-    "turns of dicts": ({"prompt": [{"content": "b"}]}, "prompt[0] holds no text"),
-}
-
-
-def refused(path: Path, row: Any, message: str) -> None:
-    """A file whose second row is of another shape: one line that names the row."""
-    write(path, [{"prompt": "a"}, row, {"prompt": "c"}])
-    for spec in (path, path.parent):
-        with pytest.raises(UserError) as error:
-            read_suite(str(spec))
-        assert f"{path} line 2: {message}" in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("name", MIXED)
-def test_mixed_shapes(tmp_path: Path, name: str) -> None:
-    refused(tmp_path / "mixed.jsonl", *MIXED[name])
-
-
-def test_mixed_shapes_planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted fault: a reader that takes each row as it comes turns the check above red."""
-    read = prompts.prompts_of
-
-    def row_by_row(rows: Any, source: str, domain: str) -> list[Prompt]:
-        return [prompt for row in rows for prompt in read([row], source, domain)]
-
-    monkeypatch.setattr(prompts, "prompts_of", row_by_row)
-    with pytest.raises(pytest.fail.Exception):
-        refused(tmp_path / "mixed.jsonl", *MIXED["turns"])
-
-
 def test_empty_folder_and_no_such_file(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="the folder has no .jsonl or .json file"):
+    with pytest.raises(UserError, match="the folder has no file of .jsonl"):
         read_suite(str(tmp_path))
     for spec in (str(tmp_path / "none.jsonl"), "none.jsonl", str(tmp_path / "none")):
         with pytest.raises(UserError, match="cannot be read"):
@@ -105,44 +63,112 @@ def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("splits", "wanted"),
-    [(("train", "test"), ["test 0", "test 1"]), (("train",), ["train 0", "train 1"])],
-)
-def test_hub(monkeypatch: pytest.MonkeyPatch, splits: tuple[str, ...], wanted: list[str]) -> None:
-    """Rows of the split that is meant for testing, where there is one."""
+def as_hub(folder: Path, **splits: list[dict[str, Any]]) -> str:
+    """A folder laid out as data sets lie on the hub, one Parquet file a split."""
+    datasets = pytest.importorskip("datasets")
+    (folder / "data").mkdir(parents=True, exist_ok=True)
+    (folder / "README.md").write_text("# a data set")
+    for name, rows in splits.items():
+        path = folder / "data" / f"{name}-00000-of-00001.parquet"
+        datasets.Dataset.from_list(rows).to_parquet(str(path))
+    return str(folder)
+
+
+@pytest.mark.parametrize("place", ["hub", "folder", "saved"])
+def test_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """The split that fits the use; another, and a part, by name."""
     datasets = pytest.importorskip("datasets")
     rows = {
-        name: datasets.Dataset.from_list(
-            [{"prompt": [f"{name} {i}", "more"], "category": "chat"} for i in range(2)]
-        )
-        for name in splits
+        name: [{"prompt": [f"{name} {i}", "more"], "category": "chat"} for i in range(3)]
+        for name in ("train", "test")
     }
-    monkeypatch.setattr(suites, "_check_reachable", lambda name: None)
-    monkeypatch.setattr(datasets, "load_dataset", lambda name: datasets.DatasetDict(rows))
-    found = read_suite("somebody/prompts")
-    assert texts(found) == wanted and {p.domain for p in found} == {"chat"}
+    spec = as_hub(tmp_path / "set", **rows)
+    if place == "hub":  # the same loading, by the name that stands for the folder
+        load = datasets.load_dataset
+        monkeypatch.setattr(sources, "_check_reachable", lambda name: None)
+        monkeypatch.setattr(datasets, "load_dataset", lambda _, *a, at=spec, **k: load(at, *a, **k))
+        spec = "somebody/prompts"
+    elif place == "saved":
+        spec = str(tmp_path / "saved")
+        made = {name: datasets.Dataset.from_list(r) for name, r in rows.items()}
+        datasets.DatasetDict(made).save_to_disk(spec)
+    told: list[str] = []
+    found = read_suite(spec, tell=told.append)
+    assert texts(found) == [f"test {i}" for i in range(3)] and {p.domain for p in found} == {"chat"}
+    assert all(len(p.later) == 1 for p in found)
+    assert told == [f"prompts {spec}: column prompt, 3 of 3 rows, 6 turns"]
+    assert texts(read_suite(spec, TRAIN)) == [f"train {i}" for i in range(3)]
+    named = Reading(split="train", limit=2)
+    assert texts(read_suite(spec, named)) == ["train 0", "train 1"]
+    with pytest.raises(UserError, match="has no split dev; it has train, test"):
+        read_suite(spec, Reading(split="dev"))
 
 
-def test_hub_without_prompts_or_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_set_that_asks_nothing(tmp_path: Path) -> None:
+    spec = as_hub(tmp_path, train=[{"label": 1, "n": 2}])
+    with pytest.raises(UserError) as error:
+        read_suite(spec)
+    assert "1 has no text to ask (first: train row 1: it has label, n)" in str(error.value)
+
+
+def test_data_sets_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(suites, "_check_reachable", lambda name: None)
-    images = datasets.Dataset.from_list([{"label": 1}])
-    for made, message in (
-        ({"train": images}, "somebody/prompts train row 1: has no text (fields: label)"),
-        ({"odd": images}, "prompts somebody/prompts: has no split"),
-    ):
-        monkeypatch.setattr(datasets, "load_dataset", lambda name, made=made: made)
-        with pytest.raises(UserError) as error:
-            read_suite("somebody/prompts")
-        assert message in str(error.value)
+    monkeypatch.setattr(sources, "_check_reachable", lambda name: None)
 
-    def scripted(name: str) -> Any:
+    def scripted(*arguments: Any, **how: Any) -> Any:
         raise ValueError("Config name is missing.\nPlease pick one")
 
     monkeypatch.setattr(datasets, "load_dataset", scripted)
-    with pytest.raises(UserError, match="cannot be read from the hub .Config name is missing. Pl"):
+    with pytest.raises(UserError, match="cannot be read .Config name is missing. Please pick one"):
         read_suite("somebody/prompts")
+
+
+# ---------------------------------------------------------------- mixes
+
+
+def mix(folder: Path, text: str) -> str:
+    path = folder / "mix.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_mix(tmp_path: Path) -> None:
+    """The smaller source, by weight, sets the size; content, not order, chooses."""
+    chats = [{"prompt": f"c{i}"} for i in range(100)]
+    write(tmp_path / "chat.jsonl", chats)
+    write(tmp_path / "math.jsonl", [{"task": f"m{i}", "prompt": "no"} for i in range(10)])
+    spec = mix(
+        tmp_path,
+        "- {source: chat.jsonl, weight: 3, template: {enable_thinking: false}}\n"
+        "- {source: math.jsonl, column: task}\n",
+    )
+    told: list[str] = []
+    found = read_suite(spec, tell=told.append)
+    asked_ = texts(found)
+    assert sum(t.startswith("c") for t in asked_) == 30 and len(set(asked_)) == 40
+    assert asked_[30:] == [f"m{i}" for i in range(10)]
+    assert all(p.template == {"enable_thinking": False} for p in found[:30])
+    assert f"mix {spec}: 30 of the 100 prompts of chat.jsonl" in told
+    write(tmp_path / "chat.jsonl", chats[::-1])
+    assert set(texts(read_suite(spec))) == set(asked_)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "cannot be read as a mix"),
+        ("source: a", "the file: Input should be a valid list"),
+        ("- {source: a, wieght: 2}", "0.wieght: Extra inputs"),
+        ("- {source: a, weight: 0}", "0.weight: Input should be greater than 0"),
+        ("- {weight: 1}", "0.source: Field required"),
+        ("[]", "names no source"),
+        ("- {source: none.jsonl}", "none.jsonl: cannot be read"),
+    ],
+)
+def test_faulty_mix(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        read_suite(mix(tmp_path, text))
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 # ---------------------------------------------------------------- a part of a suite

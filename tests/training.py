@@ -28,8 +28,8 @@ from draftsmith.drafters.target import Target
 from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint
 from draftsmith.train.loop import Trainer
-from draftsmith.train.prompts import read_prompts
 from draftsmith.train.samples import generate
+from draftsmith.train.sources import read_prompts
 
 DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle": {"taps": [1, 2, 4], "draft_vocab": 32},

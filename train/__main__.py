@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -24,7 +24,8 @@ from draftsmith.train import checkpoint, plan, recipe, storage, trackers
 from draftsmith.train.loop import Trainer
 from draftsmith.train.prompts import Prompt, product_prompts
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.samples import Samples, generate
+from draftsmith.train.samples import Samples, generate, tell_sampler
+from draftsmith.train.sources import TRAIN
 from draftsmith.train.suites import read_suite
 
 
@@ -36,7 +37,8 @@ def run(path: str, overrides: Sequence[str]) -> int:
 def train(chosen: Recipe, target: Target | None = None) -> int:
     """Trains a recipe that was read; target: the recipe's own where the caller has it loaded."""
     accelerator = _accelerator(chosen)
-    prompts = _prompts(chosen)
+    sources: list[str] = []  # a line about each
+    prompts = _prompts(chosen, sources.append)
     plan.check(chosen)
     main = accelerator.is_main_process
     with checkpoint.claimed(chosen) if main else nullcontext():
@@ -47,7 +49,7 @@ def train(chosen: Recipe, target: Target | None = None) -> int:
         if prompts is None:
             samples = Samples.open(Path(str(chosen.samples)), target)
         else:
-            samples = _sampled(chosen, target, prompts, accelerator)
+            samples = _sampled(chosen, target, prompts, sources, accelerator)
         trackers.start(accelerator, chosen)
         return Trainer(chosen, target, samples, accelerator).run()
 
@@ -64,10 +66,12 @@ def _accelerator(chosen: Recipe) -> Accelerator:
     )
 
 
-def _prompts(chosen: Recipe) -> list[Prompt] | None:
+def _prompts(chosen: Recipe, tell: Callable[[str], None]) -> list[Prompt] | None:
     """The prompts that the target is to answer first; None where samples are given and fit."""
     if chosen.samples is None:
-        return read_suite(chosen.prompts) if chosen.prompts else product_prompts("train")
+        if not chosen.prompts:
+            return product_prompts("train")
+        return read_suite(chosen.prompts, TRAIN, tell)
     drawn_at = Sampler(**storage.read_manifest(Path(chosen.samples))["sampler"])
     if drawn_at != chosen.sampler:
         raise UserError(
@@ -78,11 +82,18 @@ def _prompts(chosen: Recipe) -> list[Prompt] | None:
 
 
 def _sampled(
-    chosen: Recipe, target: Target, prompts: list[Prompt], accelerator: Accelerator
+    chosen: Recipe,
+    target: Target,
+    prompts: list[Prompt],
+    sources: list[str],
+    accelerator: Accelerator,
 ) -> Samples:
     """The target's answers to prompts, made by the main process and read by all."""
     folder = chosen.folder / "samples"
     if accelerator.is_main_process:
+        tell_sampler(target, sources.append)
+        for line in sources:
+            print(line, file=sys.stderr)
         began = time.perf_counter()
         generate(target, prompts, chosen.sampler, chosen.max_new_tokens, folder, seed=chosen.seed)
         print(f"samples: ready in {time.perf_counter() - began:.0f} s", file=sys.stderr)

@@ -14,13 +14,14 @@ _EVERY = 60.0  # seconds between lines
 class Answering:
     """Counts prompts and tokens; the time left follows from decoding steps.
 
-    Steps are what takes time: a batch runs until its longest answer ends, at most `steps` steps.
+    Steps are what takes time: a turn of a batch runs until its longest answer ends. steps: of all
+    turns together, at most.
     """
 
-    def __init__(self, prompts: int, done: int, batches: int, steps: int) -> None:
+    def __init__(self, prompts: int, done: int, steps: int) -> None:
         self.prompts, self.done = prompts, done
         self.tokens = 0
-        self._steps, self._total = steps, batches * steps
+        self._total = steps
         self._step = self._finished = 0
         self._started = self._logged = time.monotonic()
         console = Console(stderr=True)
@@ -58,18 +59,23 @@ class Answering:
         self._step += 1
         self._show()
 
-    def batch(self, prompts: int, first: int) -> None:
-        """A batch is stored; `first` tokens came from its prefill."""
-        self.done += prompts
+    def answered(self, first: int, steps: int) -> None:
+        """A turn of a batch has ended, which might have taken `steps`; `first` tokens came from its
+        prefill."""
         self.tokens += first
-        self._finished += self._steps
+        self._finished += steps
         self._step = 0
+        self._show()
+
+    def stored(self, prompts: int) -> None:
+        """So many more prompts are answered."""
+        self.done += prompts
         self._show()
 
     def _show(self) -> None:
         now = time.monotonic()
-        share = (self._finished + self._step) / self._total
-        left = _clock((now - self._started) * (1 - share) / share)
+        share = min(1.0, (self._finished + self._step) / self._total)
+        left = _clock((now - self._started) * (1 - share) / share) if share else "?"
         self._bar.update(self._task, completed=self.done, rate=self.rate, left=left)
         if self._bar.disable and now - self._logged > _EVERY:
             self._logged = now

@@ -15,8 +15,9 @@ from draftsmith.drafters.target import Target
 from draftsmith.eval.decoder.text import Text
 from draftsmith.eval.report import label
 from draftsmith.train import storage
-from draftsmith.train.prompts import Prompt, encode
+from draftsmith.train.prompts import Prompt
 from draftsmith.train.samples import generate
+from draftsmith.train.template import encode
 
 
 @dataclass
@@ -50,9 +51,10 @@ def answered(
     samples = generate(target, prompts, sampler, max_new_tokens, place, seed=seed)
     texts, domains = [], []
     for sample in (samples[i] for i in range(len(samples))):
-        start = sample.made.index(True)
-        texts.append(Text(sample.ids[:start], sample.ids[start:], sample.finish))
-        domains.append(sample.domain)
+        for start, end in sample.spans:  # each turn is a text, asked by all before it
+            finish = sample.finish if end == len(sample.ids) else "stop"
+            texts.append(Text(sample.ids[:start], sample.ids[start:end], finish))
+            domains.append(sample.domain)
     if all(len(text.tokens) < 2 for text in texts):
         raise UserError(f"{place}: the target ends every answer at once; give other --prompts")
     return HeldOut(sampler, texts, domains, samples.manifest["content_hash"])

@@ -33,6 +33,7 @@ from draftsmith.train.packing import Stream
 from draftsmith.train.prompts import Prompt, product_prompts
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples import Samples
+from draftsmith.train.sources import TRAIN
 from draftsmith.train.suites import read_suite
 
 FP32 = 4  # bytes
@@ -217,17 +218,18 @@ def _texts(recipe: Recipe) -> Texts:
         samples = Samples(folder, manifest, storage.load(folder / storage.ROWS))
         made = int(samples.token_counts().sum())
         return Texts(folder, samples.lengths, samples.first_made, made, drawn=True)
-    prompts = read_suite(recipe.prompts) if recipe.prompts else product_prompts("train")
+    prompts = read_suite(recipe.prompts, TRAIN) if recipe.prompts else product_prompts("train")
     asked = torch.tensor([_about_tokens(p) for p in prompts])
-    made = len(prompts) * recipe.max_new_tokens
-    return Texts(recipe.folder, asked + recipe.max_new_tokens, asked, made, drawn=False)
+    made = torch.tensor([(1 + len(p.later)) * recipe.max_new_tokens for p in prompts])
+    return Texts(recipe.folder, asked + made, asked, int(made.sum()), drawn=False)
 
 
 def _about_tokens(prompt: Prompt) -> int:
     """Four characters a token, and the template's share: no tokenizer is loaded."""
     if prompt.ids is not None:
         return len(prompt.ids)
-    return 24 + sum(len(m["content"]) for m in prompt.messages or ()) // 4
+    turns = [prompt.messages or (), *prompt.later]
+    return sum(24 + sum(len(m["content"]) for m in turn) // 4 for turn in turns)
 
 
 def _free_memory(device: str) -> int:

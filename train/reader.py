@@ -25,13 +25,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sample:
-    """One text. made: per token, whether the target drew it; finish: "stop", "length", .."""
+    """One text, of one turn or several. made: per token, whether the target drew it.
+
+    finish: how its last turn ends ("stop", "length", ..); those before it ended by themselves.
+    """
 
     ids: list[int]
     made: list[bool]
     finish: str
     domain: str
     key: str  # of the prompt
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """(start, end) of each answer, end excluded."""
+        edges = [False, *self.made, False]
+        turns = [i for i in range(len(self.made) + 1) if edges[i] != edges[i + 1]]
+        return list(zip(turns[::2], turns[1::2], strict=True))
 
 
 class Samples:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from draftsmith.drafters.base import DrafterConfig, family
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.sampling import Sampler
+from draftsmith.drafters.sampling import NOT_APPLIED, Sampler
 from draftsmith.train.objective import LOSSES, Objective
 from draftsmith.train.weights import DepthWeights
 
@@ -163,6 +163,11 @@ def parse(raw: dict[str, Any], where: str) -> Recipe:
     common = set(Recipe.model_fields) - {"settings"}
     own = set(config.model_fields)
     for key in raw:
+        if key in NOT_APPLIED:
+            raise UserError(
+                f"{where}: {key}: is not applied to the target's law here, and acceptance would be "
+                "another sampler's; leave it out, and serve without it"
+            )
         if key not in common | own:
             near = difflib.get_close_matches(str(key), sorted(common | own), n=3, cutoff=0.5)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""

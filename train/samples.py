@@ -1,31 +1,38 @@
-"""Samples: the target's own answers as token ids, made or imported, stored with what they are."""
+"""Samples: the target's own answers as token ids, made here or by a server, and stored."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import shutil
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.sampling import Sampler
+from draftsmith.drafters.sampling import Sampler, not_applied
 from draftsmith.drafters.target import Target
 from draftsmith.eval.decoder.loop import Decoder
-from draftsmith.train import storage
+from draftsmith.train import record, storage
 from draftsmith.train.answering import Answering
-from draftsmith.train.prompts import Prompt, encode, json_rows, token_ids
-from draftsmith.train.reader import Sample, Samples, dtype_name
+from draftsmith.train.endpoint import Endpoint
+from draftsmith.train.prompts import Prompt, Unusable
+from draftsmith.train.reader import Sample, Samples
+from draftsmith.train.served import answer_by
+from draftsmith.train.sources import Skips
+from draftsmith.train.template import (
+    Conversation,
+    check_template,
+    control_tokens,
+    misfit,
+    names_read,
+    opening,
+)
 
-__all__ = ["Sample", "Samples", "generate", "import_answers"]
+__all__ = ["Sample", "Samples", "generate"]
 
 log = logging.getLogger(__name__)
-
-_IMPORT_PART = 1000  # rows
 
 
 def generate(
@@ -36,258 +43,221 @@ def generate(
     folder: Path,
     seed: int = 0,
     batch_size: int = 16,
+    server: Endpoint | None = None,
+    foreign: bool = False,
+    stop: Sequence[str] = (),
 ) -> Samples:
-    """The target's answers to all prompts, sample i to prompt i, stored in `folder`.
+    """The target's answers to all prompts, turn by turn, in their order, stored in `folder`.
 
-    A prompt's answer depends on the seed and its place in the list, not on batches. A killed run
+    A conversation's later turns are asked after the target's own answers (see template.py). What
+    cannot be asked (too long, refused by the chat template) is left out, counted in the log. An
+    answer depends on the seed and the prompt's place in the list, not on batches. A killed run
     goes on where it stopped when called again with the same arguments (batch_size may differ); a
-    finished one is opened. Raises UserError, before anything is computed.
+    finished one is opened.
+
+    server: it answers, and the target here audits it: by the first answers, and at the end;
+    foreign=True leaves that out, and marks the samples. stop: strings that end an answer, besides
+    the end tokens (answers made here only). Raises UserError, all that can be told
+    before anything is computed.
     """
     folder = Path(folder)
-    encoded = encode(prompts, target)
-    _check_request(target, encoded, max_new_tokens, batch_size)
-    manifest = _manifest(target, sampler, "generated") | {
+    _check_request(prompts, max_new_tokens, batch_size)
+    encoded = encode_fitting(prompts, target, max_new_tokens)
+    manifest = record.begun(target, sampler, "served" if server else "generated") | {
+        "foreign": foreign,
         "seed": seed,
         "max_new_tokens": max_new_tokens,
-        "prompts": _digest([(p.key, ids) for p, ids in zip(prompts, encoded, strict=True)]),
+        "prompts": record.digest([(p.key, ids) for p, ids in zip(prompts, encoded, strict=True)]),
     }
+    if stop:
+        manifest["stop"] = list(stop)
+    if server:
+        manifest["server"] = {"kind": server.kind, "model": server.model}
+    audit = 16 if server and not foreign else 0
     with storage.claimed(folder):
         if (folder / storage.MANIFEST).exists():
             stored = storage.read_manifest(folder)
-            _same_settings(folder, stored, manifest)
+            record.same_settings(folder, stored, manifest)
             if stored["state"] == "complete":
                 shutil.rmtree(folder / storage.PARTS, ignore_errors=True)
                 return Samples.open(folder, target, audit=0)
-        _check_sizes(target, encoded, max_new_tokens, batch_size, folder)
+        _check_sizes(target, prompts, encoded, max_new_tokens, batch_size, folder)
         storage.write_manifest(folder, manifest)
         parts = storage.Parts(folder)
-        _answer(target, prompts, encoded, sampler, max_new_tokens, seed, batch_size, parts)
-        return _finish(folder, manifest, parts, target, audit=0)
+        talks = _to_answer(prompts, encoded, target, parts)
+        if server:
+            answer_by(server, talks, sampler, max_new_tokens, seed, parts, manifest)
+        else:
+            _answer(talks, sampler, max_new_tokens, seed, batch_size, stop, parts, len(prompts))
+        return record.finish(folder, manifest, parts, target, audit)
+
+
+def encode_fitting(
+    prompts: Sequence[Prompt], target: Target, max_new_tokens: int
+) -> list[list[int]]:
+    """Each prompt's token ids up to its first answer; [] for those that cannot be asked.
+
+    They are counted in a warning. Raises UserError where none is left.
+    """
+    check_template(prompts, target)
+    chat = any(p.messages is not None for p in prompts)
+    reads = names_read(target.tokenizer) if chat else set()
+    control = control_tokens(target.tokenizer)
+    out: list[list[int]] = []
+    skipped = Skips()
+    for i, prompt in enumerate(prompts):
+        try:
+            misfit(prompt, target, reads, control)
+            ids = opening(prompt, target)
+            if len(ids) + max_new_tokens > target.max_positions:
+                raise Unusable(
+                    f"too long for the target's {target.max_positions} positions",
+                    f"{len(ids)} tokens and max_new_tokens {max_new_tokens}",
+                )
+            out.append(ids)
+        except Unusable as error:
+            out.append([])
+            skipped.add(error.reason, f"prompt {i}", error.detail or prompt.shown)
+    if len(skipped) == len(prompts):
+        raise UserError(f"prompts: none of {len(prompts)} can be asked: {skipped}")
+    if skipped:
+        log.warning("%d of %d prompts cannot be asked: %s", len(skipped), len(prompts), skipped)
+    return out
+
+
+def _to_answer(
+    prompts: list[Prompt], encoded: list[list[int]], target: Target, parts: storage.Parts
+) -> list[Conversation]:
+    """Conversations that `parts` lacks: those with most turns first, then the longest.
+
+    So too little memory shows at once, the time left is not underestimated, and conversations of
+    as many turns are answered together.
+    """
+    stored = set(parts.indices)
+    todo = [i for i, ids in enumerate(encoded) if ids and i not in stored]
+    if stored:
+        log.info("%d of %d prompts are answered already", len(stored), len(prompts))
+    todo.sort(key=lambda i: (-len(prompts[i].later), -len(encoded[i]), i))
+    return [Conversation(i, prompts[i], encoded[i], target) for i in todo]
 
 
 def _answer(
-    target: Target,
-    prompts: list[Prompt],
-    encoded: list[list[int]],
+    talks: list[Conversation],
     sampler: Sampler,
     max_new_tokens: int,
     seed: int,
     batch_size: int,
+    stop: Sequence[str],
     parts: storage.Parts,
+    prompts: int,
 ) -> None:
-    """Answers every prompt that `parts` lacks, batch by batch."""
-    stored = set(parts.indices)
-    # Longest first: too little memory shows at once, and the time left is not underestimated.
-    plan = sorted(range(len(prompts)), key=lambda i: (-len(encoded[i]), i))
-    todo = [i for i in plan if i not in stored]
-    if stored:
-        log.info("%d of %d prompts are answered already", len(stored), len(prompts))
-    batches = [todo[s : s + batch_size] for s in range(0, len(todo), batch_size)]
-    decoder = Decoder(target)
-    with Answering(len(prompts), len(stored), len(batches), max_new_tokens) as progress:
+    """Holds every conversation with the target here, batch by batch, turn by turn."""
+    if not talks:
+        return
+    batches = [talks[s : s + batch_size] for s in range(0, len(talks), batch_size)]
+    turns = sum(1 + len(batch[0].prompt.later) for batch in batches)
+    decoder = Decoder(talks[0].target)
+    with Answering(prompts, prompts - len(talks), turns * max_new_tokens) as progress:
         for batch in batches:
-            try:
-                texts = decoder.generate(
-                    [encoded[i] for i in batch],
-                    sampler,
-                    max_new_tokens,
-                    rows=batch,
-                    seed=seed,
-                    progress=progress.step,
-                )
-            except torch.OutOfMemoryError:
-                raise UserError(
-                    f"batch_size: {batch_size} answers at once do not fit in the device's memory; "
-                    "lower it and run again (what is answered stays)"
-                ) from None
-            parts.add(
-                {
-                    "ids": [t.prompt + t.tokens for t in texts],
-                    "made": [[False] * len(t.prompt) + [True] * len(t.tokens) for t in texts],
-                    "finish": [t.finish for t in texts],
-                    "domain": [prompts[i].domain for i in batch],
-                    "key": [prompts[i].key for i in batch],
-                    "index": batch,
-                }
-            )
-            progress.batch(len(batch), len(batch))
-    if todo:
-        log.info("%d tokens, %.0f tokens/s", progress.tokens, progress.rate)
+            live = batch
+            while live:
+                try:
+                    texts = decoder.generate(
+                        [talk.ids for talk in live],
+                        sampler,
+                        max_new_tokens,
+                        # Each turn its own, so that no draw is used twice.
+                        rows=[talk.index + talk.turn * prompts for talk in live],
+                        seed=seed,
+                        stop=stop,
+                        progress=progress.step,
+                    )
+                except torch.OutOfMemoryError:
+                    raise UserError(
+                        f"batch_size: {batch_size} answers at once do not fit in the device's "
+                        "memory; lower it and run again (what is answered stays)"
+                    ) from None
+                progress.answered(len(live), max_new_tokens)
+                for talk, text in zip(live, texts, strict=True):
+                    talk.take(text.tokens, text.finish)
+                live = [talk for talk in live if talk.ask(max_new_tokens)]
+            parts.add(storage.columns([row for talk in batch for row in talk.rows()]))
+            progress.stored(len(batch))
+    log.info("%d tokens, %.0f tokens/s", progress.tokens, progress.rate)
+    tell_unasked(talks)
 
 
-def import_answers(
-    file: Path,
-    target: Target,
-    sampler: Sampler,
-    folder: Path,
-    foreign: bool = False,
-    audit: int = 16,
-) -> Samples:
-    """Stores answers that another program made with this target, and audits them.
-
-    file: JSONL (or a JSON array) of prompt_ids, response_ids, finish_reason, source and, if the
-    prompt has an id of its own, key. response_ids are the tokens drawn, the end token included.
-    foreign=True takes text that is not the target's own; it is marked so, and not audited. Raises
-    UserError; nothing is stored then.
-    """
-    folder, file = Path(folder), Path(file)
-    manifest = _manifest(target, sampler, "imported") | {"foreign": foreign, "file": file.name}
-    with storage.claimed(folder):
-        if (folder / storage.MANIFEST).exists():
-            stored = storage.read_manifest(folder)
-            if stored["state"] == "complete" or stored["origin"] != "imported":
-                raise UserError(f"samples {folder}: holds samples already; name another folder")
-            shutil.rmtree(folder / storage.PARTS, ignore_errors=True)
-        try:
-            if file.is_file():
-                storage.check_disk(folder, 4 * file.stat().st_size)
-            storage.write_manifest(folder, manifest)
-            parts = storage.Parts(folder)
-            rows: list[dict[str, Any]] = []
-            for count, (where, row) in enumerate(json_rows(file)):
-                rows.append(_imported(where, row, target, file.stem) | {"index": count})
-                if len(rows) == _IMPORT_PART:
-                    parts.add(_columns(rows))
-                    rows = []
-            if rows:
-                parts.add(_columns(rows))
-            return _finish(folder, manifest, parts, target, audit)
-        except UserError:
-            for name in (storage.PARTS, storage.ROWS):
-                shutil.rmtree(folder / name, ignore_errors=True)
-            (folder / storage.MANIFEST).unlink(missing_ok=True)
-            raise
-
-
-def _imported(where: str, row: dict[str, Any], target: Target, domain: str) -> dict[str, Any]:
-    prompt = token_ids(where, "prompt_ids", row.get("prompt_ids"))
-    answer = token_ids(where, "response_ids", row.get("response_ids"))
-    finish = row.get("finish_reason")
-    if not isinstance(finish, str) or not finish:
-        raise UserError(f'{where}: finish_reason is no text; write "stop" or "length"')
-    if max(prompt + answer) >= target.vocab_size:
-        raise UserError(
-            f"{where}: token {max(prompt + answer)} is outside the vocabulary of "
-            f"{target.source.spec} ({target.vocab_size}); its ids are another tokenizer's"
+def tell_sampler(target: Target, tell: Callable[[str], None]) -> None:
+    """Tells of settings that servers take from the target's generation_config and we do not."""
+    found = not_applied(target.hf.generation_config.to_dict())
+    if found:
+        named = ", ".join(f"{name} {value}" for name, value in found.items())
+        tell(
+            f"target {target.source.spec}: its generation_config asks for {named}, which is not "
+            "applied here; serve without it (vLLM: --generation-config vllm)"
         )
-    if len(prompt + answer) > target.max_positions:
-        raise UserError(
-            f"{where}: {len(prompt + answer)} tokens exceed the target's {target.max_positions} "
-            "positions; drop the row"
+
+
+def tell_unasked(talks: Sequence[Conversation]) -> None:
+    """Warns of turns that were not asked, and of templates that rewrite earlier turns."""
+    unasked = Skips()
+    for talk in talks:
+        for _ in range(len(talk.prompt.later) - talk.turn):
+            unasked.add(talk.unasked, f"prompt {talk.index}")
+    if unasked:
+        log.warning("%d later turns were not asked: %s", len(unasked), unasked)
+    rewritten = sum(talk.rewritten for talk in talks)
+    if rewritten:
+        log.warning(
+            "the chat template writes earlier turns anew: %d turns became rows of their own",
+            rewritten,
         )
-    domain = str(row.get("source") or domain)
-    return {
-        "ids": list(prompt + answer),
-        "made": [False] * len(prompt) + [True] * len(answer),
-        "finish": finish,
-        "domain": domain,
-        "key": str(row.get("key") or Prompt(None, prompt, domain).key),
-    }
 
 
-def _columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    return {name: [row[name] for row in rows] for name in rows[0]}
+# ---------------------------------------------------------------- what is asked of a run
 
 
-def _finish(
-    folder: Path, manifest: dict[str, Any], parts: storage.Parts, target: Target, audit: int
-) -> Samples:
-    """Merges the parts, audits, completes the manifest."""
-    rows = parts.merge()
-    finish = list(rows["finish"])
-    made = sum(int(values.sum()) for _, values in storage.chunks(rows, "made"))
-    manifest = manifest | {
-        "samples": len(rows),
-        "tokens_made": made,
-        "finish": {reason: finish.count(reason) for reason in sorted(set(finish))},
-        "content_hash": storage.content_hash(rows),
-        "state": "complete",
-    }
-    out = Samples(folder, manifest, rows)
-    out.prove(target, audit)
-    storage.write_manifest(folder, manifest)
-    parts.remove()
-    log.info("samples %s: %d, %d tokens made, %s", folder, len(rows), made, manifest["finish"])
-    return out
-
-
-# ---------------------------------------------------------------- what samples are
-
-
-def _manifest(target: Target, sampler: Sampler, origin: str) -> dict[str, Any]:
-    identity = target.identity()
-    return {
-        "format": storage.FORMAT,
-        "state": "writing",
-        "origin": origin,
-        "foreign": False,
-        "target": identity,
-        "template_hash": identity["template_hash"],
-        "dtype": dtype_name(target),
-        "sampler": asdict(sampler),
-        "seed": None,
-        "max_new_tokens": None,
-    }
-
-
-def _digest(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
-def _same_settings(folder: Path, stored: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raises UserError unless a run may go on with what another began."""
-    then, new = _settings(stored), _settings(now)
-    for name in new:
-        if then.get(name) != new[name]:
-            what = f"{then.get(name)} then, {new[name]} now"
-            if name == "prompts":
-                what = "other ones, or in another order"
-            raise UserError(
-                f"samples {folder}: were begun with other settings ({name}: {what}); use the same, "
-                "or name another folder"
-            )
-
-
-def _settings(manifest: dict[str, Any]) -> dict[str, Any]:
-    """What decides the answers."""
-    out = {f"target {k}": v for k, v in manifest["target"].items() if k != "spec"}
-    out |= {name: manifest.get(name) for name in ("origin", "dtype", "seed", "max_new_tokens")}
-    return out | manifest["sampler"] | {"prompts": manifest.get("prompts")}
-
-
-def _check_request(
-    target: Target, encoded: list[list[int]], max_new_tokens: int, batch_size: int
-) -> None:
-    if not encoded:
+def _check_request(prompts: list[Prompt], max_new_tokens: int, batch_size: int) -> None:
+    if not prompts:
         raise UserError("prompts: there are none; give at least one")
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens: {max_new_tokens} leaves nothing to write; use >= 1")
     if batch_size < 1:
         raise UserError(f"batch_size: {batch_size} answers nothing; use >= 1")
-    for i, ids in enumerate(encoded):
-        if len(ids) + max_new_tokens > target.max_positions:
-            raise UserError(
-                f"prompt {i}: {len(ids)} tokens and max_new_tokens {max_new_tokens} exceed the "
-                f"target's {target.max_positions} positions; shorten either"
-            )
 
 
 def _check_sizes(
-    target: Target, encoded: list[list[int]], max_new_tokens: int, batch_size: int, folder: Path
+    target: Target,
+    prompts: list[Prompt],
+    encoded: list[list[int]],
+    max_new_tokens: int,
+    batch_size: int,
+    folder: Path,
 ) -> None:
     """Tells the sizes of files and cache; raises UserError where the disk is too small."""
-    tokens = sum(len(ids) + max_new_tokens for ids in encoded)
-    disk = storage.size(len(encoded), tokens)
+    lengths = [
+        len(ids) + max_new_tokens + sum(max_new_tokens + _about(step) for step in prompt.later)
+        for prompt, ids in zip(prompts, encoded, strict=True)
+        if ids
+    ]
+    lengths = [min(length, target.max_positions) for length in lengths]
+    tokens = sum(lengths)
+    disk = storage.size(len(lengths), tokens)
     config = target.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or target.hidden_size // config.num_attention_heads
-    slots = min(batch_size, len(encoded)) * (max(map(len, encoded)) + max_new_tokens)
+    slots = min(batch_size, len(lengths)) * max(lengths)
     cache = slots * target.num_layers * 2 * heads * width * target.dtype.itemsize
     log.info(
         "answers: %d prompts, at most %d tokens and %.0f MiB on disk; cache at most %.0f MiB",
-        len(encoded),
+        len(lengths),
         tokens,
         disk / 2**20,
         cache / 2**20,
     )
     storage.check_disk(folder, disk)
+
+
+def _about(messages: Sequence[dict[str, Any]]) -> int:
+    """Tokens of a turn, not yet encoded: three characters each, and the template's share."""
+    return sum(16 + len(m["content"]) // 3 for m in messages)

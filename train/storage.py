@@ -186,11 +186,18 @@ def content_hash(dataset: Any) -> str:
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
+def columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Rows as {column: values}."""
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
 class Parts:
     """The finished batches of a run that is still writing, each a small dataset of its own.
 
-    A row carries its `index` in the finished samples. A part's name holds its number, its row
-    count and the start of its content hash, so that one cut short is told apart.
+    A row carries the `index` of its prompt; a conversation may take several rows, which then lie in
+    one part. A row without ids stands for a prompt that was given up, `finish` saying why. A part's
+    name holds its number, its row count and the start of its content hash, so that one cut short is
+    told apart.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -237,13 +244,23 @@ class Parts:
         self.indices += rows["index"]
         self._next += 1
 
-    def merge(self) -> Any:
-        """Writes all rows, in the order of their index, beside the parts; returns the dataset."""
+    def merge(self) -> tuple[Any, dict[str, int]]:
+        """Writes all rows that hold a text, in the order of their index, beside the parts.
+
+        Returns the dataset, and how many prompts were given up for which reason.
+        """
         final = self.folder.parent / ROWS
-        order = sorted(range(len(self.indices)), key=self.indices.__getitem__)
         whole = library().concatenate_datasets([self._read(part) for part in self._paths()])
-        save(whole.select(order).remove_columns("index"), final)
-        return load(final)
+        sizes = [size for lengths, _ in chunks(whole, "ids") for size in lengths.tolist()]
+        order = sorted(range(len(sizes)), key=self.indices.__getitem__)
+        kept = [i for i in order if sizes[i]]
+        reasons = [why for why, size in zip(whole["finish"], sizes, strict=True) if not size]
+        lost = {reason: reasons.count(reason) for reason in sorted(set(reasons))}
+        if not kept:
+            why = ", ".join(f"{count} {reason}" for reason, count in lost.items())
+            raise UserError(f"samples {final.parent}: no prompt could be answered: {why}")
+        save(whole.select(kept).remove_columns("index"), final)
+        return load(final), lost
 
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)

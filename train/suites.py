@@ -1,45 +1,56 @@
-"""Prompt sets by name: a file, a folder of files, or a data set on the hub.
+"""Prompt sets by name: one source (see sources.py), or a mix of them in a YAML file.
 
-    mine.jsonl, mine.json     one file
-    spec_bench/               every .jsonl and .json file of a folder, by name; subfolders are not
-                              looked into
-    org/name                  a data set on the hub, through `datasets`: its test split, else its
-                              validation split, else train
+    - source: chat.jsonl              # a path, beside the mix file or not, or a name on the hub
+      weight: 3
+    - source: HuggingFaceH4/ultrachat_200k
+      split: train_sft
+      limit: 20000                    # rows read at most
+      weight: 1
+      template: {enable_thinking: false}
 
-Rows are read as `prompts.read_prompts` says: `turns` (Spec-Bench, MT-Bench), `prompt`, `messages`
-or `prompt_ids`, one of them throughout a file; `category` becomes the domain.
+Weights are shares of the prompts taken. The source that runs out first decides how many there are:
+none is asked twice. Which ones are taken is fixed by their content, not by their order.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.source import HUB_ID, HUB_TIMEOUT
-from draftsmith.train.prompts import Prompt, prompts_of, read_prompts
-from draftsmith.train.storage import library
-
-log = logging.getLogger(__name__)
-
-SPLITS = ("test", "validation", "train")  # the first that a data set has
+from draftsmith.train.prompts import Prompt
+from draftsmith.train.sources import Reading, read_source
 
 
-def read_suite(spec: str) -> list[Prompt]:
-    """The prompts that `spec` names (forms: see the top), in order.
+class Source(BaseModel):
+    """One entry of a mix."""
 
-    A path wins over a hub name. Raises UserError: no such path or data set, a folder without
-    files, a hub that cannot be reached, and what `read_prompts` raises.
+    model_config = ConfigDict(extra="forbid")
+
+    source: str
+    weight: float = Field(default=1.0, gt=0)
+    column: str | None = None
+    split: str | None = None
+    config: str | None = None
+    limit: int | None = Field(default=None, ge=1)
+    template: dict[str, Any] = Field(default_factory=dict)
+
+
+def read_suite(
+    spec: str, reading: Reading | None = None, tell: Callable[[str], None] | None = None
+) -> list[Prompt]:
+    """The prompts that `spec` names: a source, or a mix file. Raises UserError (see sources.py).
+
+    tell gets a line about each source: its column, rows used, rows skipped (default: the log).
     """
-    path = Path(os.path.abspath(os.path.expanduser(spec)))
-    if path.is_dir():
-        return _folder(path)
-    if path.exists() or path.suffix in (".json", ".jsonl") or not HUB_ID.fullmatch(spec):
-        return read_prompts(Path(spec))
-    return list(prompts_of(_hub_rows(spec), spec, spec.rpartition("/")[2]))
+    if Path(spec).suffix in (".yaml", ".yml"):
+        return _mix(Path(spec), reading or Reading(), tell)
+    return read_source(spec, reading, tell)
 
 
 def spread(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
@@ -55,46 +66,46 @@ def spread(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
     return [prompts[i] for _, i in sorted(ranked)[:limit]]
 
 
-def _folder(folder: Path) -> list[Prompt]:
-    files = sorted(p for p in folder.iterdir() if p.suffix in (".json", ".jsonl"))
-    if not files:
-        raise UserError(f"prompts {folder}: the folder has no .jsonl or .json file; name another")
-    return [prompt for file in files for prompt in read_prompts(file)]
-
-
-def _hub_rows(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, row) for each row of a data set on the hub, of the split that SPLITS chooses."""
-    _check_reachable(name)
-    datasets = library()
-    try:
-        splits = datasets.load_dataset(name)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        line = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"prompts {name}: cannot be read from the hub ({line}); download it, and name a file"
-        ) from None
-    split = next((s for s in SPLITS if s in splits), None)
-    if split is None:
-        raise UserError(f"prompts {name}: has no split {' or '.join(SPLITS)}; name a file of it")
-    log.info("prompts %s: %d rows of its split %s", name, len(splits[split]), split)
-    for i, row in enumerate(splits[split], start=1):
-        yield f"{name} {split} row {i}", row
-
-
-def _check_reachable(name: str) -> None:
-    """One short request: without a network `datasets` retries for minutes."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import RepositoryNotFoundError
-
-    problem = "neither a file nor a folder here, nor a data set on the hub; check the name"
-    try:
-        HfApi().dataset_info(name, timeout=HUB_TIMEOUT)
-        return
-    except RepositoryNotFoundError:
-        pass
-    except Exception as error:  # the transport's own classes, which changed with hub 2.0
-        problem = (
-            f"neither a file nor a folder here, and the hub cannot be reached "
-            f"({type(error).__name__}); check the name and the connection, or name a file"
+def _mix(path: Path, reading: Reading, tell: Callable[[str], None] | None) -> list[Prompt]:
+    """The prompts of a mix file, source after source. Raises UserError naming file and field."""
+    sources = _parse(path)
+    found = []
+    for source in sources:
+        own = replace(
+            reading,
+            column=source.column or reading.column,
+            template=reading.template | source.template,
+            split=source.split,
+            config=source.config,
+            limit=source.limit,
         )
-    raise UserError(f"prompts {name}: {problem}")
+        beside = path.parent / source.source
+        found.append(read_source(str(beside if beside.exists() else source.source), own, tell))
+    unit = min(len(prompts) / source.weight for prompts, source in zip(found, sources, strict=True))
+    out: list[Prompt] = []
+    for prompts, source in zip(found, sources, strict=True):
+        count = max(1, round(unit * source.weight))
+        taken = set(sorted(range(len(prompts)), key=lambda i: (prompts[i].key, i))[:count])
+        out += [prompt for i, prompt in enumerate(prompts) if i in taken]
+        if tell:
+            tell(f"mix {path}: {count} of the {len(prompts)} prompts of {source.source}")
+    return out
+
+
+def _parse(path: Path) -> list[Source]:
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+        sources = TypeAdapter(list[Source]).validate_python(raw)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        line = " ".join(str(error).split())
+        raise UserError(f"{path}: cannot be read as a mix of prompts ({line})") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise UserError(
+            f"{path}: {field}: {first['msg']}; write a list of `- source: ..` with weight, column, "
+            "split, config, limit or template"
+        ) from None
+    if not sources:
+        raise UserError(f"{path}: names no source; write a list of `- source: ..`")
+    return sources

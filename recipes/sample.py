@@ -1,0 +1,126 @@
+"""`draftsmith sample`: prompts answered by the target here or by a server, or answers imported."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.sampling import Sampler
+from draftsmith.drafters.target import Target
+from draftsmith.train import storage
+from draftsmith.train.endpoint import Endpoint
+from draftsmith.train.imported import import_answers, import_given
+from draftsmith.train.prompts import Prompt, product_prompts
+from draftsmith.train.samples import Samples, generate, tell_sampler
+from draftsmith.train.sources import Reading
+from draftsmith.train.suites import read_suite
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `draftsmith sample` was asked for; the fields are its options."""
+
+    folder: Path
+    target: str
+    prompts: str | None
+    column: str | None
+    template: list[str]
+    continue_: int | None
+    given: bool
+    answers: Path | None
+    foreign: bool
+    server: str | None
+    model: str | None
+    concurrency: int
+    sampler: Sampler
+    max_new_tokens: int
+    batch_size: int
+    seed: int
+
+    def check(self) -> None:
+        """Raises UserError for options that do not go together."""
+        if self.foreign and not (self.answers or self.server):
+            raise UserError("--foreign: goes with --import or --server; else answers are its own")
+        if self.answers is not None:
+            for option, value in (("--prompts", self.prompts), ("--server", self.server)):
+                if value:
+                    raise UserError(f"--import: takes no {option}; its rows hold the prompts")
+            if not self.answers.is_file():
+                raise UserError(f"{self.answers}: no such file; --import takes a JSONL file")
+        if (self.given or self.continue_) and not self.prompts:
+            raise UserError("--given, --continue: name the conversations or texts by --prompts")
+        if self.given and (self.continue_ or self.server or self.answers):
+            raise UserError("--given: nothing is sampled; leave --continue, --server and --import")
+        if self.model and not self.server:
+            raise UserError("--model: goes with --server; the target here is --target")
+
+    def read(self, tell: Callable[[str], None]) -> list[Prompt]:
+        """The prompts asked for; draftsmith's own where none are named."""
+        reading = Reading(
+            column=self.column,
+            given=self.given,
+            prefix=self.continue_,
+            use="train",
+            template=settings(self.template),
+        )
+        return read_suite(self.prompts, reading, tell) if self.prompts else product_prompts("train")
+
+
+def settings(pairs: list[str]) -> dict[str, Any]:
+    """KEY=VALUE pairs for the chat template, values as YAML. Raises UserError."""
+    out = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        try:
+            out[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            equals = ""
+        if not equals or not key.isidentifier():
+            raise UserError(f"--template: {pair} is not KEY=VALUE, e.g. enable_thinking=false")
+    return out
+
+
+def sample(request: Request) -> None:
+    """Makes the samples folder and prints what it holds. Raises UserError."""
+    request.check()
+    lines: list[str] = []  # told once nothing more can be refused, so that a refusal is one line
+    prompts = None if request.answers else request.read(lines.append)
+    with storage.claimed(request.folder):
+        pass  # a folder that cannot be written, or holds other files, is told before any loading
+    target = Target.load(request.target)
+    made = _made(request, target, prompts, lines)
+    tokens = int(made.token_counts().sum())
+    whose = "given" if made.manifest["origin"] == "given" else f"of {request.target}"
+    print(f"{request.folder}: {len(made)} answers, {tokens:,} tokens {whose} at {request.sampler}")
+
+
+def _made(
+    request: Request, target: Target, prompts: list[Prompt] | None, lines: list[str]
+) -> Samples:
+    folder, sampler = request.folder, request.sampler
+    if prompts is None:
+        assert request.answers is not None
+        return import_answers(request.answers, target, sampler, folder, foreign=request.foreign)
+    if request.given:
+        return import_given(prompts, target, sampler, folder, _tell)
+    server = None
+    if request.server:
+        server = Endpoint.connect(request.server, target, request.model, request.concurrency)
+        lines.append(str(server))
+    for line in lines:
+        _tell(line)
+    tell_sampler(target, _tell)
+    return generate(
+        target, prompts, sampler, request.max_new_tokens, folder, seed=request.seed,
+        batch_size=request.batch_size, server=server, foreign=request.foreign,
+    )  # fmt: skip
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr)

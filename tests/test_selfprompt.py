@@ -1,0 +1,110 @@
+"""Prompts that the target writes itself: from where its template lets the user speak, and filtered.
+
+.venv/bin/pytest tests/test_selfprompt.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import tiny
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.sampling import Sampler
+from draftsmith.drafters.target import Target
+from draftsmith.train import selfprompt
+from draftsmith.train.reader import Samples
+from draftsmith.train.selfprompt import chosen, diversity, fault, user_turn, write_prompts
+from draftsmith.train.sources import read_prompts
+
+pytest.importorskip("datasketch")
+ENDS = "{% for m in messages %}b {{ m.content }}{{ '<eos>' }}{% endfor %}"
+MARKS = "{% for m in messages %}b {{ m.content }} w30 w31 {% endfor %}"
+
+
+def target(template: str) -> Target:
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = template
+    return Target(tiny.hf_model("Qwen3"), tokenizer, tiny.source("self"))
+
+
+@pytest.mark.parametrize(
+    ("template", "system", "ids", "stop"),
+    [
+        (ENDS, None, [3], ()),
+        (ENDS, "q", [3, 18, 1, 3], ()),
+        (MARKS, None, [3], ("w30 w31",)),
+    ],
+)
+def test_user_turn(
+    template: str, system: str | None, ids: list[int], stop: tuple[str, ...]
+) -> None:
+    assert user_turn(target(template), system, {}) == (ids, stop)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for m in messages %}{{ m.content }}<eos>{% endfor %}", "nothing before a question"),
+        ("{% for m in messages %}b {{ m.content }}{% endfor %}", "where a question ends"),
+        ("{% for m in messages %}b {{ m.content | lower }}<eos>{% endfor %}", "as it stands"),
+        (None, "no chat template"),
+    ],
+)
+def test_templates_that_give_no_turn(template: str | None, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        user_turn(target(template or ""), None, {})
+
+
+def test_what_is_kept() -> None:
+    texts = [
+        ("What is the capital of France?", "stop"),
+        ("what is the capital of france", "stop"),  # like the first
+        ("Write a poem about the sea and its many storms.", "stop"),
+        ("Hi", "stop"),
+        ("no no no no no no no no no no no no", "stop"),
+        ("Explain how a transformer model works and", "length"),
+        ("Tell me <eos> about rivers in Asia", "stop"),
+        ("\u8bf7\u5199\u4e00\u9996\u5173\u4e8e\u5927\u6d77\u7684\u8bd7\u548c\u5c71", "stop"),
+    ]  # fmt: skip
+    found = chosen(texts, ["<eos>"])
+    assert found.kept == [texts[0][0], texts[2][0], texts[7][0]]
+    assert found.dropped == {
+        "like one before": 1, "too short": 1, "repeating themselves": 1, "without an end": 1,
+        "with marks of the template": 1,
+    }  # fmt: skip
+    assert "3 of 8 questions kept" in str(found)
+
+
+def test_diversity_counts_bigrams() -> None:
+    assert diversity(["a b c", "d e f"]) == 1.0
+    assert diversity(["a b c", "a b c"]) == 0.5
+    assert diversity([]) == 0.0
+
+
+def test_near_duplicates_planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selfprompt, "shingles", lambda text: {text})
+    texts = [("What is the capital of France?", "stop"), ("what is the capital of France", "stop")]
+    assert len(chosen(texts, []).kept) == 2
+
+
+@pytest.mark.parametrize("template", [ENDS, MARKS])
+def test_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str) -> None:
+    """The target's own draws after its user turn; what ended, without its end."""
+    monkeypatch.setattr(selfprompt, "DISTINCT", 0.0)  # tiny targets babble
+    monkeypatch.setattr(selfprompt, "NEAR", 0.99)
+    of, file = target(template), tmp_path / "own.jsonl"
+    found = write_prompts(file, of, 24, Sampler(), max_new_tokens=40, batch_size=24)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == found.kept and len(found.kept) >= 2
+    assert {p.domain for p in read_prompts(file)} == {"self"}
+    raw = Samples.open(tmp_path / "own.jsonl.samples", of, audit=24)
+    texts = [of.tokenizer.decode(s.ids[1:]) for s in raw if s.finish == "stop"]
+    for text in found.kept:
+        assert any(whole.startswith(text) for whole in texts)
+        assert "<eos>" not in text and "w30 w31" not in text
+        assert not fault(text, "stop", ["<eos>"])
+    with pytest.raises(UserError, match="exists already"):
+        write_prompts(file, of, 24, Sampler())

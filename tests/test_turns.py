@@ -1,0 +1,255 @@
+"""Conversations: every turn answered by the target, on its own ids, as its template writes them.
+
+.venv/bin/pytest tests/test_turns.py
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.sampling import Sampler
+from draftsmith.drafters.source import resolve
+from draftsmith.drafters.target import Target
+from draftsmith.train import storage, template
+from draftsmith.train.prompts import Prompt, Unusable, asked
+from draftsmith.train.reader import Samples
+from draftsmith.train.samples import encode_fitting, generate
+from draftsmith.train.template import Conversation
+
+SAYS = "{% for m in messages %}{{ m.content }}{{ '<eos>' if m.role == 'assistant' else ' z ' }}"
+PLAIN = SAYS + "{% endfor %}"
+# As templates drop the thinking of earlier turns: all but the last word.
+DROPS = PLAIN.replace("{{ m.content }}", "{{ m.content.split()[-1:] | join if m.role == "
+                      "'assistant' and not loop.last else m.content }}")  # fmt: skip
+NEW, SEED = 48, 3
+
+
+def target(chat: str = PLAIN) -> Target:
+    """A tiny target that ends half of its answers within NEW tokens."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = chat
+    return Target(tiny.hf_model("Qwen3"), tokenizer, tiny.source("turns"))
+
+
+def user(text: str) -> tuple[dict[str, str], ...]:
+    return ({"role": "user", "content": text},)
+
+
+def talks(count: int = 10) -> list[Prompt]:
+    """Conversations of one to three turns."""
+    letters = "abcdefghijklmnopq"
+    later = [user("r s"), user("t")]
+    return [Prompt(user(letters[i]), None, "d", tuple(later[: i % 3])) for i in range(count)]
+
+
+def made(
+    folder: Path, of: Target, prompts: Sequence[Prompt], sampler: Sampler, batch: int = 4
+) -> Samples:
+    return generate(of, list(prompts), sampler, NEW, folder, SEED, batch)
+
+
+def rows(samples: Samples) -> list[tuple[Any, ...]]:
+    return [(s.ids, s.made, s.finish, s.key) for s in samples]
+
+
+def text(of: Target, ids: Sequence[int]) -> str:
+    return str(of.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+def follows(of: Target, prompts: Sequence[Prompt], samples: Samples) -> int:
+    """Checks rows that hold whole conversations against the template and against transformers'
+    greedy text; returns how many later turns were asked."""
+    later = 0
+    for prompt, sample in zip(prompts, samples, strict=True):
+        steps = [prompt.messages, *prompt.later]
+        messages: list[dict[str, str]] = []
+        for turn, (start, end) in enumerate(sample.spans):
+            messages += steps[turn]
+            wanted = of.tokenizer.apply_chat_template(messages, tokenize=False)
+            assert (
+                text(of, sample.ids[:start]).split() == wanted.replace("<eos>", " <eos> ").split()
+            )
+            prefix = torch.tensor([sample.ids[:start]])
+            answer = of.hf.generate(prefix, max_new_tokens=NEW, do_sample=False, pad_token_id=0)[
+                0, start:
+            ].tolist()
+            assert sample.ids[start:end] == answer
+            assert turn == 0 or sample.ids[sample.spans[turn - 1][1] - 1] == tiny.EOS
+            messages.append({"role": "assistant", "content": text(of, answer[:-1])})
+        assert sample.spans[-1][1] == len(sample.ids)
+        assert sample.finish == ("stop" if sample.ids[-1] == tiny.EOS else "length")
+        done = len(sample.spans) - 1
+        assert done == len(prompt.later) or sample.finish == "length"
+        later += done
+    return later
+
+
+def test_turns_in_one_row(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    of, prompts = target(), talks()
+    samples = made(tmp_path / "s", of, prompts, Sampler(0.0))
+    asked_ = follows(of, prompts, samples)
+    assert asked_ >= 3
+    left = sum(len(p.later) for p in prompts) - asked_
+    assert left >= 1
+    assert (
+        f"{left} later turns were not asked: {left} the answer before them was cut" in caplog.text
+    )
+    assert samples.manifest["tokens_made"] == sum(sum(s.made) for s in samples)
+
+
+def test_batches_and_order_change_nothing(tmp_path: Path) -> None:
+    of, prompts = target(), talks()
+    one = made(tmp_path / "1", of, prompts, Sampler(), 1)
+    assert rows(one) == rows(made(tmp_path / "7", of, prompts, Sampler(), 7))
+    # Turns draw apart: a first turn alone is what it is within a conversation.
+    firsts = made(tmp_path / "f", of, [Prompt(p.messages, None, "d") for p in prompts], Sampler())
+    for whole, first in zip(one, firsts, strict=True):
+        assert whole.ids[: len(first.ids)] == first.ids
+    Samples.open(tmp_path / "1", of, audit=10)
+
+
+def test_resumed_between_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of, prompts = target(DROPS), talks()
+    whole = made(tmp_path / "whole", of, prompts, Sampler(), 3)
+    add = storage.Parts.add
+    for stop in range(3):
+        count = 0
+
+        def dies(self: storage.Parts, values: dict[str, Any], at: int = stop) -> None:
+            nonlocal count
+            if count == at:
+                raise KeyboardInterrupt
+            count += 1
+            add(self, values)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(storage.Parts, "add", dies)
+            made(tmp_path / "again", of, prompts, Sampler(), 3)
+    assert rows(made(tmp_path / "again", of, prompts, Sampler(), 4)) == rows(whole)
+
+
+def rewritten(of: Target, prompts: Sequence[Prompt], samples: Samples) -> int:
+    """Checks rows of a template that rewrites: each is what the template writes, one answer at its
+    end; returns how many later turns there are."""
+    left = iter(samples)
+    later = 0
+    for prompt in prompts:
+        messages: list[dict[str, str]] = []
+        for turn, step in enumerate([prompt.messages, *prompt.later]):
+            messages += step
+            sample = next(left)
+            ((start, end),) = sample.spans
+            wanted = of.tokenizer.apply_chat_template(messages, return_dict=False)
+            assert sample.ids[:start] == wanted and end == len(sample.ids)
+            assert sample.key == prompt.key
+            later += turn > 0
+            if sample.finish != "stop":
+                break
+            messages.append({"role": "assistant", "content": text(of, sample.ids[start : end - 1])})
+    assert next(left, None) is None
+    return later
+
+
+def test_a_template_that_rewrites(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    of, prompts = target(DROPS), talks()
+    samples = made(tmp_path / "s", of, prompts, Sampler(0.0))
+    later = rewritten(of, prompts, samples)
+    assert later >= 3 and len(samples) == len(prompts) + later
+    assert f"{later} turns became rows of their own" in caplog.text
+
+
+def blindly(self: Conversation) -> tuple[list[int], bool]:
+    """Planted fault: the template is trusted to leave earlier turns alone."""
+    said = text(self.target, self._answer[:-1])
+    before = self._messages
+    more = self.prompt.later[self.turn]
+    self._messages = (*before, {"role": "assistant", "content": said}, *more)
+    tail = "".join(m["content"] + " z " for m in more)
+    return self.ids + template.encoded(self.target, tail), True
+
+
+def reencoded(self: Conversation) -> tuple[list[int], bool]:
+    """Planted fault: one row, but the whole conversation encoded anew."""
+    ids, _ = Conversation.__dict__["_honest"](self)
+    return ids, True
+
+
+@pytest.mark.parametrize("fault", [blindly, reencoded])
+def test_rewriting_planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
+    monkeypatch.setattr(Conversation, "_honest", Conversation._next, raising=False)
+    monkeypatch.setattr(Conversation, "_next", fault)
+    of, prompts = target(DROPS), talks()
+    with pytest.raises((AssertionError, ValueError)):
+        rewritten(of, prompts, made(tmp_path / "s", of, prompts, Sampler(0.0)))
+
+
+# ---------------------------------------------------------------- what cannot be asked
+
+
+def test_what_a_template_cannot_take(caplog: pytest.LogCaptureFixture) -> None:
+    """Skipped and counted; what the template would silently leave out among it."""
+    of = target("{% if not enable_thinking is defined %}{% endif %}" + PLAIN)
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    prompts = [
+        asked("a", "d"),
+        Prompt(user("b"), None, "d", template={"enable_thinking": False}),
+        Prompt(user("b"), None, "d", template={"tools": [call]}),
+        Prompt((*user("b"), said), None, "d"),
+        asked("b <eos> c", "d"),
+        asked("b " * 600, "d"),
+        Prompt(None, (tiny.VOCAB,), "d"),
+    ]
+    with caplog.at_level(logging.WARNING):
+        ids = encode_fitting(prompts, of, NEW)
+    assert [bool(row) for row in ids] == [True, True] + [False] * 5
+    for reason in (
+        "1 tools, which the chat template does not read (first: prompt 2: 'b')",
+        "1 tool calls, which the chat template does not read",
+        "1 text that holds the target's own control tokens (first: prompt 4: <eos>)",
+        "1 too long for the target's 512 positions (first: prompt 5: 601 tokens",
+        "1 a token that is outside the vocabulary",
+    ):
+        assert reason in caplog.text
+    with pytest.raises(UserError, match="none of 1 can be asked: 1 text that holds"):
+        encode_fitting(prompts[4:5], of, NEW)
+
+
+@pytest.mark.real
+def test_drawn_ids_stay_on_a_real_template() -> None:
+    """An answer that its text would encode to other tokens keeps those that were drawn."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve("smollm2", weights=False).path)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    of: Any = SimpleNamespace(tokenizer=tokenizer, eos_ids=[end], max_positions=2048)
+    prompt = Prompt(user("Hi"), None, "d", (user("And then?"),))
+    start = template.encoded(of, template.rendered(of, prompt, prompt.messages or ()))
+    odd = [i for letter in "Hello you" for i in tokenizer(letter).input_ids]
+    assert odd != tokenizer("Hello you").input_ids
+    talk = Conversation(0, prompt, start, of)
+    talk.take([*odd, end], "stop")
+    assert talk.ask(100) and talk.rewritten == 0
+    assert talk.ids[: len(start) + len(odd) + 1] == [*start, *odd, end]
+    messages = [
+        *prompt.messages,
+        {"role": "assistant", "content": "Hello you"},
+        *user("And then?"),
+    ]
+    whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert tokenizer.decode(talk.ids) == whole
+    # Trimmed by some templates, written as it stands by this one; cut answers are not built upon.
+    cut = Conversation(0, prompt, start, of)
+    cut.take(odd, "length")
+    assert not cut.ask(100) and "was cut" in cut.unasked
+    with pytest.raises(Unusable, match="the chat template refuses it"):
+        template.rendered(of, prompt, [{"role": "user"}])

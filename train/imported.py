@@ -1,0 +1,135 @@
+"""Answers that somebody else made, stored as samples: as token ids, or as conversations in text."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.sampling import Sampler, not_applied
+from draftsmith.drafters.target import Target
+from draftsmith.train import record, storage
+from draftsmith.train.given import given_rows
+from draftsmith.train.prompts import Prompt, Unusable
+from draftsmith.train.reader import Samples
+from draftsmith.train.rows import Fault, read_rows
+from draftsmith.train.shapes import token_ids
+
+_PART = 1000  # rows
+
+
+def import_answers(
+    file: Path,
+    target: Target,
+    sampler: Sampler,
+    folder: Path,
+    foreign: bool = False,
+    audit: int = 16,
+) -> Samples:
+    """Stores answers that another program made with this target, and audits them.
+
+    file: JSONL (or a JSON array) of prompt_ids, response_ids, finish_reason, source and, if the
+    prompt has an id of its own, key. response_ids are the tokens drawn, the end token included.
+    foreign=True takes text that is not the target's own; it is marked so, and not audited. Raises
+    UserError, for rows that name a penalty, min_p or the like as well; nothing is stored then.
+    """
+    folder, file = Path(folder), Path(file)
+    manifest = record.begun(target, sampler, "imported") | {"foreign": foreign, "file": file.name}
+    rows = _imported_rows(file, target)
+    bytes_needed = 4 * file.stat().st_size if file.is_file() else 0
+    return _stored(folder, manifest, rows, bytes_needed, target, audit)
+
+
+def import_given(
+    prompts: list[Prompt],
+    target: Target,
+    sampler: Sampler,
+    folder: Path,
+    tell: Callable[[str], None],
+) -> Samples:
+    """Stores conversations with the answers they came with: foreign text, masked exactly.
+
+    prompts: whole conversations (`Reading(read="given")`). Answers longer than the target's
+    positions are skipped, with the rest that cannot be masked; tell gets the count. Raises
+    UserError.
+    """
+    folder = Path(folder)
+    manifest = record.begun(target, sampler, "given") | {"foreign": True}
+    rows = given_rows(prompts, target, tell)
+    letters = sum(len(m["content"]) for p in prompts for m in p.messages or ())
+    return _stored(folder, manifest, rows, storage.size(len(prompts), letters), target, audit=0)
+
+
+def _stored(
+    folder: Path,
+    manifest: dict[str, Any],
+    rows: Iterable[dict[str, Any]],
+    bytes_needed: int,
+    target: Target,
+    audit: int,
+) -> Samples:
+    """Writes rows as a samples folder; whatever fails, nothing is left of it."""
+    with storage.claimed(folder):
+        if (folder / storage.MANIFEST).exists():
+            before = storage.read_manifest(folder)
+            if before["state"] == "complete" or before["origin"] != manifest["origin"]:
+                raise UserError(f"samples {folder}: holds samples already; name another folder")
+            shutil.rmtree(folder / storage.PARTS, ignore_errors=True)
+        try:
+            storage.check_disk(folder, bytes_needed)
+            storage.write_manifest(folder, manifest)
+            parts = storage.Parts(folder)
+            held: list[dict[str, Any]] = []
+            for index, row in enumerate(rows):
+                held.append(row | {"index": index})
+                if len(held) == _PART:
+                    parts.add(storage.columns(held))
+                    held = []
+            if held:
+                parts.add(storage.columns(held))
+            return record.finish(folder, manifest, parts, target, audit)
+        except UserError:
+            for name in (storage.PARTS, storage.ROWS):
+                shutil.rmtree(folder / name, ignore_errors=True)
+            (folder / storage.MANIFEST).unlink(missing_ok=True)
+            raise
+
+
+def _imported_rows(file: Path, target: Target) -> Iterator[dict[str, Any]]:
+    """Answers are not data to pick from: the first that cannot be read ends the import."""
+    for where, row in read_rows(file):
+        place = f"{file} {where}"
+        if isinstance(row, Fault):
+            raise UserError(f"{place}: {row.problem}; write one JSON object a line")
+        try:
+            yield _imported(row, target, file.stem)
+        except Unusable as error:
+            raise UserError(f"{place}: {error}; mend or drop the row") from None
+
+
+def _imported(row: dict[str, Any], target: Target, domain: str) -> dict[str, Any]:
+    prompt = token_ids(row.get("prompt_ids"), "prompt_ids")
+    answer = token_ids(row.get("response_ids"), "response_ids")
+    finish = row.get("finish_reason")
+    if not isinstance(finish, str) or not finish:
+        raise Unusable('finish_reason is no text (write "stop" or "length")')
+    if beyond := not_applied(row):
+        raise Unusable(f"drawn with {beyond}, which changes the target's law")
+    ids = [*prompt, *answer]
+    if max(ids) >= target.vocab_size:
+        raise Unusable(
+            f"token {max(ids)} is outside the vocabulary of {target.source.spec} "
+            f"({target.vocab_size})"
+        )
+    if len(ids) > target.max_positions:
+        raise Unusable(f"{len(ids)} tokens exceed the target's {target.max_positions} positions")
+    domain = str(row.get("source") or domain)
+    return {
+        "ids": ids,
+        "made": [False] * len(prompt) + [True] * len(answer),
+        "finish": finish,
+        "domain": domain,
+        "key": str(row.get("key") or Prompt(None, prompt, domain).key),
+    }

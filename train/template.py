@@ -1,0 +1,225 @@
+"""A target's own chat template: conversations as token ids, and what it does to earlier turns.
+
+Nothing here knows a model. Further turns keep the token ids that the target drew, where the
+template writes the conversation so far as it stands (T9 of many trainers: it may drop the thinking
+of earlier turns, or trim them). Where it does not, the conversation goes on in a row of its own,
+which holds what the template writes and whose earlier turns are not learned from again.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jinja2 import Environment, TemplateError, meta
+
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.target import Target
+from draftsmith.train.prompts import Messages, Prompt, Unusable
+
+log = logging.getLogger(__name__)
+
+# What the code of a template raises on a conversation that it was not written for.
+_REFUSALS = (TemplateError, TypeError, ValueError, KeyError, AttributeError)
+
+
+def encode(prompts: Sequence[Prompt], target: Target) -> list[list[int]]:
+    """Each prompt's token ids up to its first answer, with the generation prompt.
+
+    Raises UserError: the tokenizer has no chat template or it refuses the conversation, a prompt
+    yields no tokens, or given ids lie outside the target's vocabulary.
+    """
+    check_template(prompts, target)
+    if later := sum(bool(p.later) for p in prompts):
+        log.warning("%d of %d prompts: only their first turn is asked here", later, len(prompts))
+    out = []
+    for i, prompt in enumerate(prompts):
+        try:
+            out.append(opening(prompt, target))
+        except Unusable as error:
+            raise UserError(f"prompt {i} ({prompt.shown}): {error}; change or drop it") from None
+    return out
+
+
+def check_template(prompts: Iterable[Prompt], target: Target) -> None:
+    """Raises UserError where prompts need a chat template and the tokenizer has none."""
+    if any(p.messages is not None for p in prompts) and not target.tokenizer.chat_template:
+        raise UserError(
+            f"target {target.source.spec}: its tokenizer has no chat template; use the instruct "
+            "model, let it continue texts (sample --continue), or give prompts as prompt_ids"
+        )
+
+
+def opening(prompt: Prompt, target: Target) -> list[int]:
+    """One prompt's token ids, up to the first answer. Raises Unusable."""
+    if prompt.messages is not None:
+        ids = encoded(target, rendered(target, prompt, prompt.messages))
+    elif prompt.text is not None:
+        ids = list(target.tokenizer(prompt.text).input_ids)[: prompt.prefix]
+    else:
+        ids = list(prompt.ids or ())
+    if not ids:
+        raise Unusable("yields no tokens")
+    if max(ids) >= target.vocab_size:
+        detail = f"{max(ids)}; {target.source.spec} has {target.vocab_size}"
+        raise Unusable("a token that is outside the vocabulary", detail)
+    return ids
+
+
+def rendered(
+    target: Target, prompt: Prompt, messages: Sequence[Mapping[str, Any]], ask: bool = True
+) -> str:
+    """Messages as the template writes them; ask: with the generation prompt. Raises Unusable."""
+    try:
+        return target.tokenizer.apply_chat_template(
+            [dict(m) for m in messages],
+            add_generation_prompt=ask,
+            tokenize=False,
+            **prompt.template,
+        )
+    except _REFUSALS as error:
+        raise Unusable("the chat template refuses it", " ".join(str(error).split())) from None
+
+
+def encoded(target: Target, text: str) -> list[int]:
+    """Token ids of text that a template wrote: it carries its own special tokens."""
+    return list(target.tokenizer(text, add_special_tokens=False).input_ids)
+
+
+# ---------------------------------------------------------------- what a template can take
+
+
+def names_read(tokenizer: Any) -> set[str]:
+    """The variables that the chat template reads (of all of them, where they have names)."""
+    template = tokenizer.chat_template
+    parts = [template] if isinstance(template, str) else list((template or {}).values())
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    # transformers' own tag, which marks what the assistant says.
+    parts = [_untagged(part) for part in parts]
+    return set().union(*(meta.find_undeclared_variables(environment.parse(p)) for p in parts))
+
+
+def _untagged(template: str) -> str:
+    return re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
+
+
+def misfit(prompt: Prompt, target: Target, reads: set[str], control: Sequence[str]) -> None:
+    """Raises Unusable for what the template would leave out, or mistake for its own marks.
+
+    reads: `names_read` of the tokenizer; control: the tokenizer's special tokens as text.
+    """
+    for name in prompt.template:
+        if name not in reads:
+            raise Unusable(f"{name}, which the chat template does not read")
+    template = str(target.tokenizer.chat_template)
+    for message in (m for step in (prompt.messages or (), *prompt.later) for m in step):
+        if message.get("tool_calls") and "tool_calls" not in template:
+            raise Unusable("tool calls, which the chat template does not read")
+        found = next((c for c in control if c in message["content"]), None)
+        if found:
+            raise Unusable("text that holds the target's own control tokens", found)
+
+
+def control_tokens(tokenizer: Any) -> list[str]:
+    """The special tokens as text: in a message they would be read as the template's own."""
+    return sorted(t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
+
+
+# ---------------------------------------------------------------- turn by turn
+
+
+class Conversation:
+    """A prompt and the target's answers so far: the rows of token ids that they become.
+
+    index: the prompt's place. ids: what the target is to answer next. Usually one row holds all
+    turns; see the top for when there are more.
+    """
+
+    def __init__(self, index: int, prompt: Prompt, ids: list[int], target: Target) -> None:
+        self.index, self.prompt, self.target = index, prompt, target
+        self.turn = 0
+        self.ids = list(ids)
+        self.rewritten = 0
+        self.unasked = ""  # why later turns were left
+        self._made = [False] * len(ids)
+        self._messages: Messages = prompt.messages or ()
+        self._rows: list[dict[str, Any]] = []
+        self._finish = ""
+
+    def take(self, tokens: Sequence[int], finish: str) -> None:
+        """The answer to the present turn, the token that ended it included."""
+        self.ids += tokens
+        self._made += [True] * len(tokens)
+        self._finish, self._answer = finish, list(tokens)
+
+    def ask(self, max_new_tokens: int) -> bool:
+        """Goes on to the next turn; whether there is one that can be asked.
+
+        An answer that was cut is not built upon, so that `finish` of a row tells of its last turn
+        and all before it ended by themselves.
+        """
+        if self.turn >= len(self.prompt.later):
+            return False
+        if self._finish != "stop":
+            self.unasked = "the answer before them was cut"
+            return False
+        try:
+            ids, same = self._next()
+        except Unusable as error:
+            self.unasked = error.reason
+            return False
+        if len(ids) + max_new_tokens > self.target.max_positions:
+            self.unasked = "no positions are left"
+            return False
+        if not same:
+            self._rows.append(self._row())
+            self._made = []
+            self.rewritten += 1
+        self._made += [False] * (len(ids) - len(self._made))
+        self.ids = ids
+        self.turn += 1
+        return True
+
+    def give_up(self, reason: str) -> list[dict[str, Any]]:
+        """The rows so far, where the present turn gets no answer; at the first, a row that says why
+        and holds no text."""
+        self.unasked = reason
+        if not self._finish:
+            self.ids, self._made, self._finish = [], [], reason
+            return [self._row()]
+        if not any(self._made):
+            return self._rows
+        length = len(self._made) - self._made[::-1].index(True)
+        self.ids, self._made = self.ids[:length], self._made[:length]
+        return self.rows()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The finished rows: ids, made, finish, domain, key, index."""
+        return [*self._rows, self._row()]
+
+    def _row(self) -> dict[str, Any]:
+        return {
+            "ids": self.ids, "made": self._made, "finish": self._finish,
+            "domain": self.prompt.domain, "key": self.prompt.key, "index": self.index,
+        }  # fmt: skip
+
+    def _next(self) -> tuple[list[int], bool]:
+        """Ids up to the next answer, and whether they go on from the present ones."""
+        tokens = self._answer
+        end = tokens[-1] if tokens[-1] in self.target.eos_ids else None
+        decode = self.target.tokenizer.decode
+        said = decode(tokens if end is None else tokens[:-1], clean_up_tokenization_spaces=False)
+        before = rendered(self.target, self.prompt, self._messages)
+        answer = {"role": "assistant", "content": said}
+        self._messages = (*self._messages, answer, *self.prompt.later[self.turn])
+        text = rendered(self.target, self.prompt, self._messages)
+        closing = "" if end is None else decode([end], clean_up_tokenization_spaces=False)
+        stands = before + said + closing
+        if end is not None and text.startswith(stands):
+            # After the end token, as in the whole text: alone it might begin with a space.
+            ids = encoded(self.target, text[len(stands) - len(closing) :])
+            if ids[0] == end:
+                return self.ids + ids[1:], True
+        return encoded(self.target, text), False

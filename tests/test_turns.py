@@ -20,10 +20,10 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.source import resolve
 from draftsmith.drafters.target import Target
 from draftsmith.train import storage, template
+from draftsmith.train.conversation import Conversation
 from draftsmith.train.prompts import Prompt, Unusable, asked
 from draftsmith.train.reader import Samples
 from draftsmith.train.samples import encode_fitting, generate
-from draftsmith.train.template import Conversation
 
 SAYS = "{% for m in messages %}{{ m.content }}{{ '<eos>' if m.role == 'assistant' else ' z ' }}"
 PLAIN = SAYS + "{% endfor %}"

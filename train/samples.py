@@ -16,13 +16,13 @@ from draftsmith.drafters.target import Target
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.train import record, storage
 from draftsmith.train.answering import Answering
+from draftsmith.train.conversation import Conversation
 from draftsmith.train.endpoint import Endpoint
 from draftsmith.train.prompts import Prompt, Unusable
 from draftsmith.train.reader import Sample, Samples
 from draftsmith.train.served import answer_by
 from draftsmith.train.sources import Skips
 from draftsmith.train.template import (
-    Conversation,
     check_template,
     control_tokens,
     misfit,
@@ -49,9 +49,9 @@ def generate(
 ) -> Samples:
     """The target's answers to all prompts, turn by turn, in their order, stored in `folder`.
 
-    A conversation's later turns are asked after the target's own answers (see template.py). What
-    cannot be asked (too long, refused by the chat template) is left out, counted in the log. An
-    answer depends on the seed and the prompt's place in the list, not on batches. A killed run
+    A conversation's later turns are asked after the target's own answers (see conversation.py).
+    What cannot be asked (too long, refused by the chat template) is left out, counted in the log.
+    An answer depends on the seed and the prompt's place in the list, not on batches. A killed run
     goes on where it stopped when called again with the same arguments (batch_size may differ); a
     finished one is opened.
 

@@ -92,7 +92,7 @@ def questions(split: str) -> list[Prompt]:
     for name in FILES:
         found = read_prompts(data(f"{name}.jsonl"))
         sizes = [len(ids) for ids in encode(found, target())]
-        short = [p for p, size in zip(found, sizes, strict=True) if size < LONGEST]
+        short = [p.first_turn for p, size in zip(found, sizes, strict=True) if size < LONGEST]
         random.Random(name).shuffle(short)
         each = [size // len(FILES) for size in SIZES.values()]
         first = 0 if split == "validation" else each[0]

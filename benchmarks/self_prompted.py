@@ -103,9 +103,9 @@ def held(temperature: float, folder: Path) -> list[Batch]:
     asked = []
     for name in FILES:
         found = read_prompts(data(f"{name}.jsonl"))
-        found = [Prompt(p.messages, None, p.domain) for p in found]  # their first turns
         sizes = map(len, encode(found, target()))
-        asked += [p for p, n in zip(found, sizes, strict=True) if n < LONGEST][: HELD // len(FILES)]
+        short = [p.first_turn for p, n in zip(found, sizes, strict=True) if n < LONGEST]
+        asked += short[: HELD // len(FILES)]
     found = generate(target(), asked, Sampler(temperature), 96, folder / f"held-t{temperature:g}")
     order = range(len(found))
     rows = [collate(found, [[i] for i in order[at : at + 8]], 1 << 20) for at in order[::8]]

@@ -26,6 +26,7 @@ def show(request: Request) -> None:
     Of a file: what each prompt is asked as; with given=True what would be learned from its answers.
     """
     console = Console()
+    samples: Samples | list[Sample]
     if (request.folder / storage.MANIFEST).is_file():
         samples, spec = stored(request.folder)
         tokenizer = _tokenizer(spec)

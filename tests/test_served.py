@@ -39,19 +39,9 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served, "PART", 3)
 
 
-def target() -> Target:
-    """Ends its turns by the end token, as chat templates have it."""
-    tokenizer = tiny.tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.content }}{{ '<eos>' if m.role == 'assistant' else ' z ' }}"
-        "{% endfor %}"
-    )
-    return Target(tiny.hf_model("Qwen3"), tokenizer, tiny.source("served"))
-
-
 @pytest.fixture(scope="module")
 def of() -> Target:
-    return target()
+    return tiny.talker()
 
 
 def questions() -> list[Prompt]:
@@ -311,8 +301,7 @@ def test_a_slow_server(
 
 def test_another_model_behind_the_name(of: Target, tmp_path: Path) -> None:
     """Told by the first part, not after a night; --foreign takes it, and says so."""
-    other = Target(tiny.hf_model("Qwen3", seed=1), of.tokenizer, tiny.source("other"))
-    fake = Fake(other)
+    fake = Fake(tiny.talker(seed=1))
     with serving(fake) as url:
         with pytest.raises(UserError) as error:
             sampled(tmp_path / "s", of, url, Sampler(0.0))

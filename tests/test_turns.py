@@ -25,19 +25,13 @@ from draftsmith.train.prompts import Prompt, Unusable, asked
 from draftsmith.train.reader import Samples
 from draftsmith.train.samples import encode_fitting, generate
 
-SAYS = "{% for m in messages %}{{ m.content }}{{ '<eos>' if m.role == 'assistant' else ' z ' }}"
-PLAIN = SAYS + "{% endfor %}"
-# As templates drop the thinking of earlier turns: all but the last word.
-DROPS = PLAIN.replace("{{ m.content }}", "{{ m.content.split()[-1:] | join if m.role == "
-                      "'assistant' and not loop.last else m.content }}")  # fmt: skip
-NEW, SEED = 48, 3
-
-
-def target(chat: str = PLAIN) -> Target:
-    """A tiny target that ends half of its answers within NEW tokens."""
-    tokenizer = tiny.tokenizer()
-    tokenizer.chat_template = chat
-    return Target(tiny.hf_model("Qwen3"), tokenizer, tiny.source("turns"))
+PLAIN = tiny.CHAT
+# As templates drop the thinking of earlier turns; here they put a word before them.
+REWRITES = PLAIN.replace(
+    "{{ m.content }}",
+    "{{ 'w30 ' if m.role == 'assistant' and not loop.last else '' }}{{ m.content }}",
+)
+NEW, SEED = 10, 3
 
 
 def user(text: str) -> tuple[dict[str, str], ...]:
@@ -68,7 +62,7 @@ def text(of: Target, ids: Sequence[int]) -> str:
 def follows(of: Target, prompts: Sequence[Prompt], samples: Samples) -> int:
     """Checks rows that hold whole conversations against the template and against transformers'
     greedy text; returns how many later turns were asked."""
-    later = 0
+    later, hf = 0, tiny.ender()
     for prompt, sample in zip(prompts, samples, strict=True):
         steps = [prompt.messages, *prompt.later]
         messages: list[dict[str, str]] = []
@@ -79,9 +73,8 @@ def follows(of: Target, prompts: Sequence[Prompt], samples: Samples) -> int:
                 text(of, sample.ids[:start]).split() == wanted.replace("<eos>", " <eos> ").split()
             )
             prefix = torch.tensor([sample.ids[:start]])
-            answer = of.hf.generate(prefix, max_new_tokens=NEW, do_sample=False, pad_token_id=0)[
-                0, start:
-            ].tolist()
+            answer = hf.generate(prefix, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+            answer = answer[0, start:].tolist()
             assert sample.ids[start:end] == answer
             assert turn == 0 or sample.ids[sample.spans[turn - 1][1] - 1] == tiny.EOS
             messages.append({"role": "assistant", "content": text(of, answer[:-1])})
@@ -94,7 +87,7 @@ def follows(of: Target, prompts: Sequence[Prompt], samples: Samples) -> int:
 
 
 def test_turns_in_one_row(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    of, prompts = target(), talks()
+    of, prompts = tiny.talker(), talks()
     samples = made(tmp_path / "s", of, prompts, Sampler(0.0))
     asked_ = follows(of, prompts, samples)
     assert asked_ >= 3
@@ -107,7 +100,7 @@ def test_turns_in_one_row(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_batches_and_order_change_nothing(tmp_path: Path) -> None:
-    of, prompts = target(), talks()
+    of, prompts = tiny.talker(), talks()
     one = made(tmp_path / "1", of, prompts, Sampler(), 1)
     assert rows(one) == rows(made(tmp_path / "7", of, prompts, Sampler(), 7))
     # Turns draw apart: a first turn alone is what it is within a conversation.
@@ -118,7 +111,7 @@ def test_batches_and_order_change_nothing(tmp_path: Path) -> None:
 
 
 def test_resumed_between_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    of, prompts = target(DROPS), talks()
+    of, prompts = tiny.talker(REWRITES), talks()
     whole = made(tmp_path / "whole", of, prompts, Sampler(), 3)
     add = storage.Parts.add
     for stop in range(3):
@@ -160,7 +153,7 @@ def rewritten(of: Target, prompts: Sequence[Prompt], samples: Samples) -> int:
 
 
 def test_a_template_that_rewrites(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    of, prompts = target(DROPS), talks()
+    of, prompts = tiny.talker(REWRITES), talks()
     samples = made(tmp_path / "s", of, prompts, Sampler(0.0))
     later = rewritten(of, prompts, samples)
     assert later >= 3 and len(samples) == len(prompts) + later
@@ -187,7 +180,7 @@ def reencoded(self: Conversation) -> tuple[list[int], bool]:
 def test_rewriting_planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
     monkeypatch.setattr(Conversation, "_honest", Conversation._next, raising=False)
     monkeypatch.setattr(Conversation, "_next", fault)
-    of, prompts = target(DROPS), talks()
+    of, prompts = tiny.talker(REWRITES), talks()
     with pytest.raises((AssertionError, ValueError)):
         rewritten(of, prompts, made(tmp_path / "s", of, prompts, Sampler(0.0)))
 
@@ -197,7 +190,7 @@ def test_rewriting_planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faul
 
 def test_what_a_template_cannot_take(caplog: pytest.LogCaptureFixture) -> None:
     """Skipped and counted; what the template would silently leave out among it."""
-    of = target("{% if not enable_thinking is defined %}{% endif %}" + PLAIN)
+    of = tiny.talker("{% if not enable_thinking is defined %}{% endif %}" + PLAIN)
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
     said = {"role": "assistant", "content": "", "tool_calls": [call]}
     prompts = [

@@ -164,6 +164,27 @@ def random_model(config: Any, seed: int = 0) -> Any:
     return hf.eval()
 
 
+CHAT = (
+    "{% for m in messages %}{{ m.content }}{{ '<eos>' if m.role == 'assistant' else ' z ' }}"
+    "{% endfor %}"
+)
+
+
+def ender(seed: int = 0) -> Any:
+    """An HF model that draws the end token every few tokens, as chat models end their turns."""
+    hf = hf_model("Qwen3", seed)
+    with torch.no_grad():
+        hf.lm_head.weight[EOS] *= 2
+    return hf
+
+
+def talker(template: str = CHAT, seed: int = 0) -> Target:
+    """A target that ends its turns, with a chat template that closes them by the end token."""
+    words = tokenizer()
+    words.chat_template = template
+    return Target(ender(seed), words, source(f"talker-{seed}"))
+
+
 def source(spec: str = "tiny") -> Source:
     return Source(spec=spec, path=spec, revision="none", kind="folder")
 

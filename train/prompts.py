@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.resources import files
 from typing import Any, Literal
@@ -52,6 +52,11 @@ class Prompt:
             content = {"turns": [content, *self.later], "template": dict(self.template)}
         text = json.dumps(content, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    @property
+    def first_turn(self) -> Prompt:
+        """The same without its later turns."""
+        return replace(self, later=())
 
     @property
     def shown(self) -> str:

@@ -73,7 +73,7 @@ def write_prompts(
         file.with_name(file.name + ".samples"), seed, batch_size, stop=stop,
     )  # fmt: skip
     texts = []
-    for sample in raw:
+    for sample in (raw[i] for i in range(len(raw))):
         tokens = sample.ids[len(prefix) :]
         tokens = tokens[:-1] if tokens[-1] in target.eos_ids else tokens
         text = str(target.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))

@@ -14,7 +14,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.train import storage
-from draftsmith.train.endpoint import Endpoint
+from draftsmith.train.endpoint import Endpoint, identify
 from draftsmith.train.imported import import_answers, import_given
 from draftsmith.train.prompts import Prompt, product_prompts
 from draftsmith.train.samples import Samples, generate, tell_sampler
@@ -91,6 +91,8 @@ def sample(request: Request) -> None:
     request.check()
     lines: list[str] = []  # told once nothing more can be refused, so that a refusal is one line
     prompts = None if request.answers else request.read(lines.append)
+    if request.server:
+        identify(request.server, request.model)
     with storage.claimed(request.folder):
         pass  # a folder that cannot be written, or holds other files, is told before any loading
     target = Target.load(request.target)

@@ -598,6 +598,7 @@ def test_a_damaged_checkpoint_on_resume(
         (["--import", "none.jsonl"], "none.jsonl"),
         (["--import", "none.jsonl", "--server", "http://localhost:1"], "--server"),
         (["--model", "big"], "--server"),
+        (["--server", "http://127.0.0.1:9"], "no answer"),
         (["--given"], "--prompts"),
         (["--continue", "4"], "--prompts"),
         (["--prompts", "none.csv"], "none.csv"),

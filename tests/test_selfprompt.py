@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from draftsmith.train.selfprompt import chosen, diversity, fault, user_turn, wri
 from draftsmith.train.sources import read_prompts
 
 pytest.importorskip("datasketch")
+MARK = re.compile("<eos>")
 ENDS = "{% for m in messages %}b {{ m.content }}{{ '<eos>' }}{% endfor %}"
 MARKS = "{% for m in messages %}b {{ m.content }} w30 w31 {% endfor %}"
 
@@ -69,7 +71,7 @@ def test_what_is_kept() -> None:
         ("Tell me <eos> about rivers in Asia", "stop"),
         ("\u8bf7\u5199\u4e00\u9996\u5173\u4e8e\u5927\u6d77\u7684\u8bd7\u548c\u5c71", "stop"),
     ]  # fmt: skip
-    found = chosen(texts, ["<eos>"])
+    found = chosen(texts, MARK)
     assert found.kept == [texts[0][0], texts[2][0], texts[7][0]]
     assert found.dropped == {
         "like one before": 1, "too short": 1, "repeating themselves": 1, "without an end": 1,
@@ -87,7 +89,7 @@ def test_diversity_counts_bigrams() -> None:
 def test_near_duplicates_planted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selfprompt, "shingles", lambda text: {text})
     texts = [("What is the capital of France?", "stop"), ("what is the capital of France", "stop")]
-    assert len(chosen(texts, []).kept) == 2
+    assert len(chosen(texts, MARK).kept) == 2
 
 
 @pytest.mark.parametrize("template", [ENDS, MARKS])
@@ -105,6 +107,6 @@ def test_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str)
     for text in found.kept:
         assert any(whole.startswith(text) for whole in texts)
         assert "<eos>" not in text and "w30 w31" not in text
-        assert not fault(text, "stop", ["<eos>"])
+        assert not fault(text, "stop", MARK)
     with pytest.raises(UserError, match="exists already"):
         write_prompts(file, of, 24, Sampler())

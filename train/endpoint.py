@@ -68,34 +68,10 @@ class Endpoint:
     ) -> Endpoint:
         """Asks the server who it is, and for one token.
 
-        Raises UserError: nobody answers, it serves no such model or several, or it takes no prompt
-        of token ids.
+        Raises UserError: see `identify`; or it takes no prompt of token ids.
         """
-        url = url.rstrip("/").removesuffix("/v1")
-        if concurrency < 1:
-            raise UserError(f"--concurrency: {concurrency} asks nothing; use >= 1")
-        if not url.startswith(("http://", "https://")):
-            raise UserError(f"--server: {url} is no address; write http://HOST:PORT")
-        try:
-            served = json.loads(_http(url + "/v1/models", None, PROBE_TIMEOUT))["data"]
-            names = [entry["id"] for entry in served]
-            owner = str(served[0].get("owned_by", "")) if served else ""
-        except Refused as error:
-            raise UserError(f"server {url}: /v1/models says {error}; {_hint(error)}") from None
-        except _Busy as error:
-            raise UserError(
-                f"server {url}: no answer ({error}); start it, or check --server"
-            ) from None
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise UserError(
-                f"server {url}: /v1/models is no list; is it OpenAI-compatible?"
-            ) from None
-        if model not in names and (model is not None or len(names) != 1):
-            has = ", ".join(names) or "none"
-            what = f"no model {model}" if model else f"{len(names)} models"
-            raise UserError(f"server {url}: serves {what} (it has {has}); name one by --model")
-        kinds = {"llamacpp": "llama-server", "vllm": "vllm", "sglang": "sglang"}
-        out = cls(url, model or names[0], kinds.get(owner, "other"), target, concurrency)
+        url, name, kind = identify(url, model)
+        out = cls(url, name, kind, target, concurrency)
         out._probe()
         return out
 
@@ -244,6 +220,32 @@ class Endpoint:
                 f"server {self.url}: read {read} tokens where the prompt has {len(prompt)}: it "
                 "adds some of its own; start it so that prompts of token ids stay as they are"
             )
+
+
+def identify(url: str, model: str | None = None) -> tuple[str, str, str]:
+    """A server's address, its name of the model, and its kind (see Endpoint).
+
+    Raises UserError: no address, nobody answers, it serves no such model, or several.
+    """
+    url = url.rstrip("/").removesuffix("/v1")
+    if not url.startswith(("http://", "https://")):
+        raise UserError(f"--server: {url} is no address; write http://HOST:PORT")
+    try:
+        served = json.loads(_http(url + "/v1/models", None, PROBE_TIMEOUT))["data"]
+        names = [entry["id"] for entry in served]
+        owner = str(served[0].get("owned_by", "")) if served else ""
+    except Refused as error:
+        raise UserError(f"server {url}: /v1/models says {error}; {_hint(error)}") from None
+    except _Busy as error:
+        raise UserError(f"server {url}: no answer ({error}); start it, or check --server") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"server {url}: /v1/models is no list; is it OpenAI-compatible?") from None
+    if model not in names and (model is not None or len(names) != 1):
+        has = ", ".join(names) or "none"
+        what = f"no model {model}" if model else f"{len(names)} models"
+        raise UserError(f"server {url}: serves {what} (it has {has}); name one by --model")
+    kinds = {"llamacpp": "llama-server", "vllm": "vllm", "sglang": "sglang"}
+    return url, model or names[0], kinds.get(owner, "other")
 
 
 # ---------------------------------------------------------------- HTTP

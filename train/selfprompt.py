@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,8 +118,7 @@ def user_turn(
     if closing and closing[0] in target.eos_ids:
         return ids, ()
     first = str(target.tokenizer.decode(closing[:1])).strip() if closing else ""
-    special = first in control_tokens(target.tokenizer)
-    end = first if special else after.strip()
+    end = first if control_tokens(target.tokenizer).fullmatch(first) else after.strip()
     if not end:
         raise UserError(
             f"target {target.source.spec}: its chat template does not mark where a question ends; "
@@ -130,7 +130,7 @@ def user_turn(
 # ---------------------------------------------------------------- what is kept
 
 
-def chosen(texts: Iterable[tuple[str, str]], control: Sequence[str]) -> Written:
+def chosen(texts: Iterable[tuple[str, str]], control: re.Pattern[str]) -> Written:
     """The questions kept of (text, finish) pairs, in their order."""
     from datasketch import MinHash, MinHashLSH
 
@@ -152,11 +152,11 @@ def chosen(texts: Iterable[tuple[str, str]], control: Sequence[str]) -> Written:
     return out
 
 
-def fault(text: str, finish: str, control: Sequence[str]) -> str:
+def fault(text: str, finish: str, control: re.Pattern[str]) -> str:
     """Why a text is no question to keep; "" where it is one."""
     if finish != "stop":
         return "without an end"
-    if any(mark in text for mark in control):
+    if control.search(text):
         return "with marks of the template"
     if len(text) < SHORTEST:
         return "too short"

@@ -93,19 +93,23 @@ def names_read(tokenizer: Any) -> set[str]:
     template = tokenizer.chat_template
     parts = [template] if isinstance(template, str) else list((template or {}).values())
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
-    # transformers' own tag, which marks what the assistant says.
     parts = [_untagged(part) for part in parts]
-    return set().union(*(meta.find_undeclared_variables(environment.parse(p)) for p in parts))
+    try:
+        return set().union(*(meta.find_undeclared_variables(environment.parse(p)) for p in parts))
+    except TemplateError as error:
+        line = " ".join(str(error).split())
+        raise UserError(f"chat template of the tokenizer: is no Jinja ({line}); mend it") from None
 
 
 def _untagged(template: str) -> str:
+    """Without transformers' own tag, which marks what the assistant says."""
     return re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
 
 
-def misfit(prompt: Prompt, target: Target, reads: set[str], control: Sequence[str]) -> None:
+def misfit(prompt: Prompt, target: Target, reads: set[str], control: re.Pattern[str]) -> None:
     """Raises Unusable for what the template would leave out, or mistake for its own marks.
 
-    reads: `names_read` of the tokenizer; control: the tokenizer's special tokens as text.
+    reads, control: `names_read` and `control_tokens` of the tokenizer.
     """
     for name in prompt.template:
         if name not in reads:
@@ -114,11 +118,12 @@ def misfit(prompt: Prompt, target: Target, reads: set[str], control: Sequence[st
     for message in (m for step in (prompt.messages or (), *prompt.later) for m in step):
         if message.get("tool_calls") and "tool_calls" not in template:
             raise Unusable("tool calls, which the chat template does not read")
-        found = next((c for c in control if c in message["content"]), None)
-        if found:
-            raise Unusable("text that holds the target's own control tokens", found)
+        if found := control.search(message["content"]):
+            raise Unusable("text that holds the target's own control tokens", found.group())
 
 
-def control_tokens(tokenizer: Any) -> list[str]:
-    """The special tokens as text: in a message they would be read as the template's own."""
-    return sorted(t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
+def control_tokens(tokenizer: Any) -> re.Pattern[str]:
+    """Matches a special token as text: in a message it would be read as the template's own."""
+    special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
+    # The longest first, so that a match is the whole token; of none, what never matches.
+    return re.compile("|".join(re.escape(t) for t in sorted(special, key=len)[::-1]) or "(?!)")

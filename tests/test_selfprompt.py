@@ -14,7 +14,6 @@ import pytest
 import tiny
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
 from draftsmith.train import selfprompt
 from draftsmith.train.reader import Samples
 from draftsmith.train.selfprompt import chosen, diversity, fault, user_turn, write_prompts
@@ -24,12 +23,6 @@ pytest.importorskip("datasketch")
 MARK = re.compile("<eos>")
 ENDS = "{% for m in messages %}b {{ m.content }}{{ '<eos>' }}{% endfor %}"
 MARKS = "{% for m in messages %}b {{ m.content }} w30 w31 {% endfor %}"
-
-
-def target(template: str) -> Target:
-    tokenizer = tiny.tokenizer()
-    tokenizer.chat_template = template
-    return Target(tiny.hf_model("Qwen3"), tokenizer, tiny.source("self"))
 
 
 @pytest.mark.parametrize(
@@ -43,7 +36,7 @@ def target(template: str) -> Target:
 def test_user_turn(
     template: str, system: str | None, ids: list[int], stop: tuple[str, ...]
 ) -> None:
-    assert user_turn(target(template), system, {}) == (ids, stop)
+    assert user_turn(tiny.talker(template), system, {}) == (ids, stop)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +50,7 @@ def test_user_turn(
 )
 def test_templates_that_give_no_turn(template: str | None, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        user_turn(target(template or ""), None, {})
+        user_turn(tiny.talker(template or ""), None, {})
 
 
 def test_what_is_kept() -> None:
@@ -97,7 +90,8 @@ def test_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str)
     """The target's own draws after its user turn; what ended, without its end."""
     monkeypatch.setattr(selfprompt, "DISTINCT", 0.0)  # tiny targets babble
     monkeypatch.setattr(selfprompt, "NEAR", 0.99)
-    of, file = target(template), tmp_path / "own.jsonl"
+    monkeypatch.setattr(selfprompt, "SHORTEST", 4)
+    of, file = tiny.talker(template), tmp_path / "own.jsonl"
     found = write_prompts(file, of, 24, Sampler(), max_new_tokens=40, batch_size=24)
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [row["prompt"] for row in rows] == found.kept and len(found.kept) >= 2

@@ -215,7 +215,7 @@ def test_a_server_that_dies(
 
 
 def overflow(number: int, body: dict[str, Any]) -> tuple[int, dict[str, Any]] | None:
-    long = len(body["prompt"]) > 5
+    long = len(body["prompt"]) == 5
     return (400, {"error": "exceeds the available context size"}) if long else None
 
 

@@ -180,15 +180,15 @@ class Endpoint:
             finish = reply["choices"][0]["finish_reason"]
         if ids is None:
             ids = self._encoded_again(reply, finish)
+        if finish == "stop" and not set(ids[-1:]) & set(self.target.eos_ids):
+            # A server that leaves the end token out: with one end token, it is no guess.
+            if len(self.target.eos_ids) != 1:
+                raise Unusable("an answer whose end token is not told")
+            ids = [*ids, self.target.eos_ids[0]]
         if not ids:
             raise Unusable("an empty answer")
         if max(ids) >= self.target.vocab_size:
             raise Unusable("a token that is outside the target's vocabulary", str(max(ids)))
-        if finish == "stop" and ids[-1] not in self.target.eos_ids:
-            # vLLM leaves the end token out where it was told to; with one, it is no guess.
-            if len(self.target.eos_ids) != 1:
-                raise Unusable("an answer whose end token is not told")
-            ids = [*ids, self.target.eos_ids[0]]
         if finish == "length" and len(ids) < max_new_tokens:
             raise Unusable("longer than the server's context")
         return ids, finish

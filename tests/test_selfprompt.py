@@ -89,7 +89,7 @@ def test_near_duplicates_planted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str) -> None:
     """The target's own draws after its user turn; what ended, without its end."""
     monkeypatch.setattr(selfprompt, "DISTINCT", 0.0)  # tiny targets babble
-    monkeypatch.setattr(selfprompt, "NEAR", 0.99)
+    monkeypatch.setattr(selfprompt, "NEAR", 0.9)
     monkeypatch.setattr(selfprompt, "SHORTEST", 4)
     of, file = tiny.talker(template), tmp_path / "own.jsonl"
     found = write_prompts(file, of, 24, Sampler(), max_new_tokens=40, batch_size=24)

@@ -36,6 +36,7 @@ def answer_by(
     The first part is audited (see reader.py) unless the manifest says foreign: a server with
     another model or sampler shows at once. Raises UserError; what is answered stays.
     """
+    endpoint.stopped.clear()
     todo = iter(talks)
     running: set[Future[list[dict[str, Any]]]] = set()
     ended: list[list[dict[str, Any]]] = []

@@ -155,7 +155,7 @@ def _message(raw: Mapping[str, Any]) -> dict[str, Any]:
         content = "".join(_part(part) for part in content)
     if content is not None and not isinstance(content, str):
         raise Unusable("content that is not text", type(content).__name__)
-    out = {"role": role, "content": content}
+    out: dict[str, Any] = {"role": role, "content": content}
     out |= {key: raw[key] for key in _KEPT if raw.get(key) is not None}
     if named == "function_call":
         out |= {"content": None, "tool_calls": [_call(content)]}

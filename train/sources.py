@@ -138,7 +138,7 @@ def prompts_of(
             f"{source}: none of its {total} rows can be used: {skipped}; write one like "
             '{"prompt": "..."} or {"messages": [..]}, or name the column that asks'
         )
-    turns = sum(1 + len(p.later) for p in out)
+    turns = sum(_turns(prompt, reading.given) for prompt in out)
     line = f"prompts {source}: column {column}, {len(out)} of {total} rows, {turns} turns"
     if skipped:
         line += f"; skipped {skipped}"
@@ -150,6 +150,12 @@ def _prompt(row: dict[str, Any], column: str, domain: str, reading: Reading) -> 
     if reading.prefix is not None:
         return text_of(row, column, domain, reading.prefix)
     return (given_of if reading.given else prompt_of)(row, column, domain)
+
+
+def _turns(prompt: Prompt, given: bool) -> int:
+    """Answers that are asked for, or stand there."""
+    said = [m for m in prompt.messages or () if given and m["role"] == "assistant"]
+    return len(said) if given else 1 + len(prompt.later)
 
 
 def _split(problem: str) -> tuple[str, str]:

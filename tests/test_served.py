@@ -176,6 +176,16 @@ def test_kinds_of_servers(
         assert body["samplers"] == ["temperature", "top_k", "top_p"]
 
 
+def test_one_endpoint_for_several_runs(
+    of: Target, tmp_path: Path, whole: list[tuple[Any, ...]]
+) -> None:
+    with serving(Fake(of)) as url:
+        server = Endpoint.connect(url, of)
+        for name in ("a", "b"):
+            samples = generate(of, questions(), Sampler(), NEW, tmp_path / name, 5, server=server)
+            assert rows(samples) == whole
+
+
 def troubled(seed: int) -> Fault:
     """Every third request fails in some way, at seeded places."""
     draw = random.Random(seed)

@@ -21,8 +21,9 @@ from draftsmith.drafters.source import resolve
 from draftsmith.drafters.target import Target
 from draftsmith.train import storage, template
 from draftsmith.train.conversation import Conversation
+from draftsmith.train.heldout import answered
 from draftsmith.train.prompts import Prompt, Unusable, asked
-from draftsmith.train.reader import Samples
+from draftsmith.train.reader import Sample, Samples
 from draftsmith.train.samples import encode_fitting, generate
 
 PLAIN = tiny.CHAT
@@ -183,6 +184,26 @@ def test_rewriting_planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faul
     of, prompts = tiny.talker(REWRITES), talks()
     with pytest.raises((AssertionError, ValueError)):
         rewritten(of, prompts, made(tmp_path / "s", of, prompts, Sampler(0.0)))
+
+
+def test_spans() -> None:
+    made = [False, True, True, False, False, True]
+    assert Sample([5] * 6, made, "stop", "d", "k").spans == [(1, 3), (5, 6)]
+    assert Sample([5], [False], "stop", "d", "k").spans == []
+    assert Sample([5], [True], "stop", "d", "k").spans == [(0, 1)]
+
+
+def test_held_out_turns_are_texts(tmp_path: Path) -> None:
+    """Each turn is decoded and replayed by itself, asked by all that stands before it."""
+    of, prompts = tiny.talker(), talks()
+    held = answered(tmp_path, of, prompts, Sampler(0.0), NEW, SEED)
+    (folder,) = tmp_path.iterdir()
+    samples = Samples.open(folder, of, audit=0)
+    spans = [(s, span) for s in samples for span in s.spans]
+    assert len(held.texts) == len(held.domains) == len(spans) > len(prompts)
+    for text_, (sample, (start, end)) in zip(held.texts, spans, strict=True):
+        assert text_.prompt + text_.tokens == sample.ids[:end] and len(text_.prompt) == start
+        assert text_.finish == ("stop" if text_.tokens[-1] == tiny.EOS else "length")
 
 
 # ---------------------------------------------------------------- what cannot be asked

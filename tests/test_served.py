@@ -177,13 +177,17 @@ def test_kinds_of_servers(
 
 
 def test_one_endpoint_for_several_runs(
-    of: Target, tmp_path: Path, whole: list[tuple[Any, ...]]
+    of: Target, tmp_path: Path, whole: list[tuple[Any, ...]], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """And turns that could not be asked are told of, as where the target here answers."""
     with serving(Fake(of)) as url:
         server = Endpoint.connect(url, of)
         for name in ("a", "b"):
             samples = generate(of, questions(), Sampler(), NEW, tmp_path / name, 5, server=server)
             assert rows(samples) == whole
+    later = sum(len(p.later) for p in questions())
+    left = later - sum(len(s.spans) - 1 for s in samples)
+    assert (f"{left} later turns were not asked" in caplog.text) == (left > 0)
 
 
 def troubled(seed: int) -> Fault:

@@ -89,6 +89,7 @@ def generate(
             answer_by(server, talks, sampler, max_new_tokens, seed, parts, manifest)
         else:
             _answer(talks, sampler, max_new_tokens, seed, batch_size, stop, parts, len(prompts))
+        _tell_unasked(talks)
         return record.finish(folder, manifest, parts, target, audit)
 
 
@@ -184,7 +185,6 @@ def _answer(
             parts.add(storage.columns([row for talk in batch for row in talk.rows()]))
             progress.stored(len(batch))
     log.info("%d tokens, %.0f tokens/s", progress.tokens, progress.rate)
-    tell_unasked(talks)
 
 
 def tell_sampler(target: Target, tell: Callable[[str], None]) -> None:
@@ -198,7 +198,7 @@ def tell_sampler(target: Target, tell: Callable[[str], None]) -> None:
         )
 
 
-def tell_unasked(talks: Sequence[Conversation]) -> None:
+def _tell_unasked(talks: Sequence[Conversation]) -> None:
     """Warns of turns that were not asked, and of templates that rewrite earlier turns."""
     unasked = Skips()
     for talk in talks:

@@ -17,7 +17,7 @@ from draftsmith.train import storage
 from draftsmith.train.endpoint import Endpoint, identify
 from draftsmith.train.imported import import_answers, import_given
 from draftsmith.train.prompts import Prompt, product_prompts
-from draftsmith.train.samples import Samples, generate, tell_sampler
+from draftsmith.train.samples import Samples, generate
 from draftsmith.train.sources import Reading
 from draftsmith.train.suites import read_suite
 
@@ -110,19 +110,15 @@ def _made(
         assert request.answers is not None
         return import_answers(request.answers, target, sampler, folder, foreign=request.foreign)
     if request.given:
-        return import_given(prompts, target, sampler, folder, _tell)
+        made = import_given(prompts, target, sampler, folder, lines.append)
+        print(*lines, sep="\n", file=sys.stderr)
+        return made
     server = None
     if request.server:
         server = Endpoint.connect(request.server, target, request.model, request.concurrency)
         lines.append(str(server))
-    for line in lines:
-        _tell(line)
-    tell_sampler(target, _tell)
     return generate(
         target, prompts, sampler, request.max_new_tokens, folder, seed=request.seed,
         batch_size=request.batch_size, server=server, foreign=request.foreign,
+        about=lines,
     )  # fmt: skip
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr)

@@ -24,7 +24,7 @@ from draftsmith.train import checkpoint, plan, recipe, storage, trackers
 from draftsmith.train.loop import Trainer
 from draftsmith.train.prompts import Prompt, product_prompts
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.samples import Samples, generate, tell_sampler
+from draftsmith.train.samples import Samples, generate
 from draftsmith.train.sources import TRAIN
 from draftsmith.train.suites import read_suite
 
@@ -91,11 +91,11 @@ def _sampled(
     """The target's answers to prompts, made by the main process and read by all."""
     folder = chosen.folder / "samples"
     if accelerator.is_main_process:
-        tell_sampler(target, sources.append)
-        for line in sources:
-            print(line, file=sys.stderr)
         began = time.perf_counter()
-        generate(target, prompts, chosen.sampler, chosen.max_new_tokens, folder, seed=chosen.seed)
+        generate(
+            target, prompts, chosen.sampler, chosen.max_new_tokens, folder, seed=chosen.seed,
+            about=sources,
+        )  # fmt: skip
         print(f"samples: ready in {time.perf_counter() - began:.0f} s", file=sys.stderr)
     accelerator.wait_for_everyone()
     return Samples.open(folder, target, audit=0)

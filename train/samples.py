@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ def generate(
     server: Endpoint | None = None,
     foreign: bool = False,
     stop: Sequence[str] = (),
+    about: Sequence[str] = (),
 ) -> Samples:
     """The target's answers to all prompts, turn by turn, in their order, stored in `folder`.
 
@@ -57,7 +59,8 @@ def generate(
 
     server: it answers, and the target here audits it: by the first answers, and at the end;
     foreign=True leaves that out, and marks the samples. stop: strings that end an answer, besides
-    the end tokens (answers made here only). Raises UserError, all that can be told
+    the end tokens (answers made here only). about: lines for stderr, printed once nothing more can
+    be refused. Raises UserError, all that can be told
     before anything is computed.
     """
     folder = Path(folder)
@@ -83,6 +86,8 @@ def generate(
                 return Samples.open(folder, target, audit=0)
         _check_sizes(target, prompts, encoded, max_new_tokens, batch_size, folder)
         storage.write_manifest(folder, manifest)
+        for line in [*about, *_sampler_of(target)]:
+            print(line, file=sys.stderr)
         parts = storage.Parts(folder)
         talks = _to_answer(prompts, encoded, target, parts)
         if server:
@@ -187,15 +192,14 @@ def _answer(
     log.info("%d tokens, %.0f tokens/s", progress.tokens, progress.rate)
 
 
-def tell_sampler(target: Target, tell: Callable[[str], None]) -> None:
-    """Tells of settings that servers take from the target's generation_config and we do not."""
+def _sampler_of(target: Target) -> list[str]:
+    """A line on settings that servers take from the target's generation_config and we do not."""
     found = not_applied(target.hf.generation_config.to_dict())
-    if found:
-        named = ", ".join(f"{name} {value}" for name, value in found.items())
-        tell(
-            f"target {target.source.spec}: its generation_config asks for {named}, which is not "
-            "applied here; serve without it (vLLM: --generation-config vllm)"
-        )
+    named = ", ".join(f"{name} {value}" for name, value in found.items())
+    return [
+        f"target {target.source.spec}: its generation_config asks for {named}, which is not "
+        "applied here; serve without it (vLLM: --generation-config vllm)"
+    ] * bool(found)
 
 
 def _tell_unasked(talks: Sequence[Conversation]) -> None:

@@ -81,6 +81,12 @@ def test_an_unknown_key_in_an_override(tmp_path: Path) -> None:
     assert "'stepz'" in refusal(write(tmp_path), "stepz=3")
 
 
+@pytest.mark.parametrize("key", ["min_p", "repetition_penalty", "logit_bias"])
+def test_a_sampler_that_is_not_applied(tmp_path: Path, key: str) -> None:
+    """Said as such, not as a misspelt key."""
+    assert f"{key}: is not applied" in refusal(write(tmp_path), f"{key}=0.1")
+
+
 @pytest.mark.parametrize(
     ("drafter", "key"), [("eagle", "layers"), ("eagle", "checkpoint"), ("small", "draft_vocab")]
 )

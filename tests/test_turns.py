@@ -238,6 +238,19 @@ def test_what_a_template_cannot_take(caplog: pytest.LogCaptureFixture) -> None:
         encode_fitting(prompts[4:5], of, NEW)
 
 
+def test_a_sampler_that_servers_would_apply(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM takes penalties from generation_config.json by default; samples here are without."""
+    of = tiny.talker()
+    made(tmp_path / "a", of, talks(1), Sampler(0.0))
+    assert capsys.readouterr().err == ""
+    of.hf.generation_config.repetition_penalty = 1.05
+    made(tmp_path / "b", of, talks(1), Sampler(0.0))
+    line = capsys.readouterr().err
+    assert "asks for repetition_penalty 1.05, which is not applied here" in line
+
+
 @pytest.mark.real
 def test_drawn_ids_stay_on_a_real_template() -> None:
     """An answer that its text would encode to other tokens keeps those that were drawn."""

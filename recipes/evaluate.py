@@ -19,6 +19,7 @@ from draftsmith.drafters.policy import Policy, Tree
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval.evaluate import evaluate as measure
+from draftsmith.eval.static_tree import Calibrated
 from draftsmith.recipes.static import calibrated, run_of, told
 from draftsmith.train.prompts import encode, product_prompts
 from draftsmith.train.suites import read_suite, spread
@@ -92,7 +93,8 @@ def evaluate(settings: Settings, output: Path | None) -> bool:
     else:
         drafter = base.load(folder, target)
     drafter.check(settings.policy)
-    drafting, tree = settings.policy, None
+    drafting: Policy = settings.policy
+    tree: Calibrated | None = None
     ids = encode(asked, target)
     longest = max(map(len, ids))
     if longest + settings.max_new_tokens > target.max_positions:

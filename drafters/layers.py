@@ -29,6 +29,8 @@ class BlockConfig(BaseModel):
     max_positions: int
     qkv_bias: bool = False  # Qwen2 and MiMo
     qk_norm: bool = False  # queries and keys are normed head by head: Qwen3 and GLM-4.5
+    rotary_share: float = 1.0  # of each head, from its start, that positions turn: Qwen3.5
+    gated: bool = False  # attention results are weighed by what attention read: Qwen3.5
 
     @classmethod
     def like(cls, config: Any) -> BlockConfig:
@@ -69,11 +71,14 @@ class RMSNorm(nn.Module):
 
 
 class Rope(nn.Module):
-    """Rotary positions, rotate-half layout. x (B, heads, T, D), positions (B, T)."""
+    """Rotary positions, rotate-half layout. x (B, heads, T, D), positions (B, T).
 
-    def __init__(self, head_dim: int, theta: float) -> None:
+    Only the first `size` of D entries are turned.
+    """
+
+    def __init__(self, size: int, theta: float) -> None:
         super().__init__()
-        steps = torch.arange(0, head_dim, 2).float() / head_dim
+        steps = torch.arange(0, size, 2).float() / size
         self.register_buffer("frequency", theta**-steps, persistent=False)
 
     frequency: Tensor
@@ -82,8 +87,10 @@ class Rope(nn.Module):
         angle = positions.unsqueeze(-1).float() * self.frequency.float()  # (B, T, D/2)
         cos = angle.cos().repeat(1, 1, 2).unsqueeze(1).to(x.dtype)  # (B, 1, T, D)
         sin = angle.sin().repeat(1, 1, 2).unsqueeze(1).to(x.dtype)
-        left, right = x.chunk(2, dim=-1)
-        return x * cos + torch.cat([-right, left], dim=-1) * sin
+        turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+        left, right = turned.chunk(2, dim=-1)
+        turned = turned * cos + torch.cat([-right, left], dim=-1) * sin
+        return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
 
 
 class SelfAttention(nn.Module):
@@ -100,7 +107,9 @@ class SelfAttention(nn.Module):
         self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.rope = Rope(self.head_dim, config.rope_theta)
+        size = self.heads * self.head_dim
+        self.g_proj = nn.Linear(input_size, size, bias=False) if config.gated else None
+        self.rope = Rope(round(config.rotary_share * self.head_dim), config.rope_theta)
 
     def queries(self, x: Tensor, positions: Tensor) -> Tensor:
         """(B, heads, T, D) of x (B, T, input_size), rotated to positions (B, T)."""
@@ -128,9 +137,12 @@ class SelfAttention(nn.Module):
         """Keys or values (B, kv_heads, ..) repeated to (B, heads, ..)."""
         return x.repeat_interleave(self.heads // self.kv_heads, dim=1)
 
-    def output(self, mixed: Tensor) -> Tensor:
-        """(B, T, H) of attention results (B, heads, T, D)."""
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+    def output(self, mixed: Tensor, read: Tensor | None = None) -> Tensor:
+        """(B, T, H) of attention results (B, heads, T, D); read: x again, where it is gated."""
+        flat = mixed.transpose(1, 2).flatten(2)
+        if self.g_proj is not None:
+            flat = flat * torch.sigmoid(self.g_proj(read))
+        return self.o_proj(flat)
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
         return x.view(*x.shape[:-1], heads, self.head_dim).transpose(1, 2)

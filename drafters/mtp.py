@@ -3,22 +3,21 @@ arXiv 2412.19437, section 2.2).
 
 A module norms an embedding and a state, joins them by `eh_proj`, passes one decoder layer and a
 norm of its own; the target's embedding and lm_head are shared. The normed result is what lm_head
-reads and what the next step takes for its state. The first state is the target's "normed" one: so
-do vLLM 0.32, SGLang 0.5 and transformers 5.24 for every layout that mtp_weights.py reads (vLLM
-feeds GLM-4.5 back without the norm).
+reads and what the next step takes for its state. The first state is the target's "normed" one. So
+do vLLM 0.32, SGLang 0.5 and transformers 5.24 for every layout that mtp_weights.py reads, but that
+vLLM feeds GLM-4.5's state back before the norm.
 
-modules: 1 is one module applied again and again (FastMTP, arXiv 2509.18362). Keys: one_layer.py;
-vLLM and SGLang run a single module in this way whatever it was trained for.
+modules: 1 is one module applied again and again (FastMTP, arXiv 2509.18362). Rows, keys and
+positions: one_layer.py. vLLM and SGLang run a single module so, whatever it was trained for.
 
-modules: n is a chain of n. Module j reads rows (its predecessor's state t, x_{t+1+j}), every row at
-RoPE position t, and row a of module j is depth j. What a depth-j query of anchor a sees: module j's
-keys of rows t <= a, those beside drafted tokens included. Transformers and vLLM's second runner
-(multi_module_mtp) serve the same: they run the rows that held drafted tokens again. No query sees a
-state that module j - 1 did not make from target features, so nothing is fed back. A draft can be no
-longer than n. In the slab the row of module j that reads x_p lies in slot p of layer j; slots up to
-j hold none.
+modules: n is a chain of n, and no draft is longer. Row t of module j reads module j - 1's state of
+row t beside x_{t+1+j}, at RoPE position t. What a depth-j query of anchor a sees: module j's keys
+of rows t <= a, the last j of which read drafted tokens; every state goes back to target features.
+transformers (MTPCandidateGenerator) and vLLM's second runner (multi_module_mtp) serve the same:
+both run rows again whose drafted tokens were refused. In the slab the row of module j that reads
+x_p lies in slot p of layer j; slots up to j hold none.
 
-Modules trained from scratch have a place in dense layouts only: MiMo's, in vLLM and SGLang.
+Modules made from scratch fit dense layouts only: MiMo's, which vLLM and SGLang take with one.
 """
 
 from __future__ import annotations
@@ -89,7 +88,9 @@ class MtpModule(nn.Module):
 
     def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
         """The normed state (B, T, H)."""
-        hidden = residual + self.self_attn.output(mixed)
+        gated = self.self_attn.g_proj is not None
+        read = self.input_layernorm(residual) if gated else None
+        hidden = residual + self.self_attn.output(mixed, read)
         return self.norm(hidden + self.mlp(self.post_attention_layernorm(hidden)))
 
 
@@ -104,13 +105,14 @@ class Mtp(OneLayer):
     def __init__(self, target: Target, config: MtpConfig) -> None:
         """Raises UserError for a target without MTP weights, or with such as no block here holds,
         where init asks for them; and for a block of another width than the target's."""
-        if config.init == "target" and config.block is None and isinstance(target, Target):
+        block, zero_first = config.block, config.zero_first
+        # `plan` builds on an outline of the target, which has no files.
+        if config.init == "target" and block is None and isinstance(target, Target):
             found = mtp_weights.find(target, config.modules)
-            made = {"block": found.block, "zero_first": found.layout.zero_first}
-        else:
-            made = {"block": config.block or BlockConfig.like(target.config)}
-        super().__init__(target, config.model_copy(update=made))
-        block = made["block"]
+            block, zero_first = found.block, found.layout.zero_first
+        block = block or BlockConfig.like(target.config)
+        made = config.model_copy(update={"block": block, "zero_first": zero_first})
+        super().__init__(target, made)
         if target.hidden_size != block.hidden_size:
             raise UserError(
                 f"block.hidden_size: {block.hidden_size} is not the target's {target.hidden_size}, "
@@ -190,7 +192,7 @@ class Mtp(OneLayer):
             return
         slab = state.slab
         view = slab.view(tokens.shape[1])
-        slot = slab.length.unsqueeze(1) + torch.arange(tokens.shape[1], device=tokens.device)
+        slot = slab.slots(tokens.shape[1])  # (B, W)
         new = self.fuse(features)  # (B, W, H)
         for j in range(self.longest):
             before = torch.cat([state.states[:, j : j + 1], new[:, :-1]], dim=1)
@@ -219,9 +221,8 @@ class Mtp(OneLayer):
             nonlocal states, first, d
             W = tokens.shape[1]
             above = (parent - first).unsqueeze(2).expand(-1, -1, states[-1].shape[2])
-            slot = slab.length.unsqueeze(1) + torch.arange(W, device=tokens.device)
             stands = (start + d).unsqueeze(1).expand(-1, W)
-            _, visible = tree_seen(start, seen, view)
+            slot, (_, visible) = slab.slots(W), tree_seen(start, seen, view)
             out = [
                 self._read(slab, j, tokens, states[j].gather(1, above), slot, stands, visible)
                 for j in range(d, k)
@@ -252,7 +253,7 @@ class Mtp(OneLayer):
         position = stands - 1 - j
         x, residual = self.inputs(tokens, state, position, j)
         attend = self.layers[j].self_attn
-        key, value = slab.write(j, *attend.keys(x, position), visible.shape[2])
+        key, value = slab.write(j, *attend.keys(x, position), visible.shape[2], slot)
         slots = torch.arange(visible.shape[2], device=tokens.device)
         # Slots up to j hold no row of module j. Their own outputs only ever reach such slots, and
         # see themselves, since a softmax over nothing is NaN.

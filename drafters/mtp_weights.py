@@ -8,8 +8,10 @@
                             decoder layer beside them (L: the target's layers)
 
 Names as vLLM 0.32 reads them (models/mimo_mtp.py, qwen3_next_mtp.py, deepseek_mtp.py,
-glm4_moe_mtp.py). transformers leaves these tensors out when it loads the target. What a dense
-Llama-type block cannot hold (experts, MLA, gated attention, partial or scaled RoPE) is refused.
+glm4_moe_mtp.py). transformers leaves these tensors out when it loads the target. What our dense
+block cannot hold (experts, MLA, scaled RoPE) is refused: DeepSeek-V3, GLM-4.5 and Qwen3-Next have
+experts in their MTP layers. MiMo-7B's and the dense Qwen3.5's fit by name and shape; the tests read
+tiny checkpoints of each kind, no real one.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ _WANTED = {
 }  # fmt: skip
 _BIASES = {f"self_attn.{part}_proj.bias" for part in "qkv"}
 _NORMS = {f"self_attn.{part}_norm.weight" for part in "qk"}
+_GATED = ("self_attn.q_proj.weight", "self_attn.g_proj.weight")  # stored as one
 _RENAMED = {
     "token_layernorm.": "enorm.",
     "hidden_layernorm.": "hnorm.",
@@ -92,6 +95,9 @@ class Shipped:
     def _read(self, ours: str, name: str) -> Tensor:
         with safe_open(self.files[name], "pt") as file:
             tensor = file.get_tensor(name).float()
+        if ours in _GATED and self.block.gated:  # head by head: queries, then the gate
+            parts = tensor.view(self.block.num_heads, 2, self.block.head_dim, -1)
+            return parts[:, _GATED.index(ours)].flatten(0, 1)
         if ours == "eh_proj.weight" and self.layout.state_first:
             return torch.cat([*reversed(tensor.chunk(2, dim=1))], dim=1)
         return tensor + 1.0 if self.offset and "norm" in ours else tensor
@@ -117,7 +123,11 @@ def find(target: Target, count: int) -> Shipped:
         raise UserError(f"modules: {count}, but {spec} ships {shipped} MTP module(s); lower it")
     for of in modules:
         _check_names(spec, of)
-    return Shipped(_block(target, files, modules[0]), layout, modules, files, _offset(target))
+    block = _block(target, files, modules[0])
+    if block.gated:
+        query, gate = _GATED
+        modules = [of | {gate: of[query]} for of in modules]
+    return Shipped(block, layout, modules, files, _offset(target))
 
 
 def _stored(target: Target) -> dict[str, Path]:
@@ -165,7 +175,7 @@ def _check_names(spec: str, module: dict[str, str]) -> None:
 
 
 def _block(target: Target, files: dict[str, Path], module: dict[str, str]) -> BlockConfig:
-    """The block's shape. Raises UserError for gated attention and for RoPE that is not plain."""
+    """The block's shape. Raises UserError for heads of another size and for scaled RoPE."""
 
     def rows(ours: str) -> int:
         with safe_open(files[module[ours]], "pt") as file:
@@ -173,14 +183,10 @@ def _block(target: Target, files: dict[str, Path], module: dict[str, str]) -> Bl
 
     block = BlockConfig.like(target.config)
     rope = getattr(target.config, "rope_parameters", None) or {}
-    partial = rope.get("partial_rotary_factor") or getattr(
-        target.config, "partial_rotary_factor", None
-    )
+    queries, size = rows("self_attn.q_proj.weight"), block.num_heads * block.head_dim
     why = None
-    if rows("self_attn.q_proj.weight") != block.num_heads * block.head_dim:
-        why = "has gated attention, or heads of another size"
-    elif partial not in (None, 1.0):
-        why = f"rotates a share of {partial} of each head"
+    if queries not in (size, 2 * size):
+        why = f"has {queries} rows of queries where the target has {size}"
     elif rope.get("rope_type", "default") != "default":
         why = f"has {rope['rope_type']} RoPE"
     if why:
@@ -193,6 +199,8 @@ def _block(target: Target, files: dict[str, Path], module: dict[str, str]) -> Bl
             "intermediate_size": rows("mlp.gate_proj.weight"),
             "qkv_bias": "self_attn.q_proj.bias" in module,
             "qk_norm": "self_attn.q_norm.weight" in module,
+            "rotary_share": rope.get("partial_rotary_factor") or 1.0,
+            "gated": queries == 2 * size,
         }
     )
 

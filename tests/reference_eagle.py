@@ -31,12 +31,13 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / (x.square().mean() + eps).sqrt() * weight
 
 
-def rotate(heads: Tensor, position: int, theta: float) -> Tensor:
-    """RoPE, rotate-half: entry i pairs with entry i + half."""
-    half = heads.shape[-1] // 2
+def rotate(heads: Tensor, position: int, theta: float, share: float = 1.0) -> Tensor:
+    """RoPE, rotate-half: entry i pairs with entry i + half, within the share that is turned."""
+    half = int(heads.shape[-1] * share) // 2
     angle = position * theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    a, b = heads[:, :half], heads[:, half:]
-    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+    a, b, rest = heads[:, :half], heads[:, half : 2 * half], heads[:, 2 * half :]
+    turned = [a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()]
+    return torch.cat([*turned, rest], -1)
 
 
 def attended(
@@ -56,14 +57,18 @@ def attended(
         norm = w.get(f"self_attn.{name}_norm.weight")
         return out if norm is None else torch.stack([rms(h, norm, c["rms_norm_eps"]) for h in out])
 
-    keys.append(rotate(heads("k"), position, c["rope_theta"]))
+    turn = position, c["rope_theta"], c.get("rotary_share", 1.0)
+    keys.append(rotate(heads("k"), *turn))
     values.append(heads("v"))
-    query, mixed = rotate(heads("q"), position, c["rope_theta"]), []
+    query, mixed = rotate(heads("q"), *turn), []
     for h in range(c["num_heads"]):
         group = h * c["num_kv_heads"] // c["num_heads"]
         scores = torch.stack([query[h] @ key[group] for key in keys]) / math.sqrt(c["head_dim"])
         mixed.append(scores.softmax(0) @ torch.stack([value[group] for value in values]))
-    return w["self_attn.o_proj.weight"] @ torch.cat(mixed)
+    out = torch.cat(mixed)
+    if "self_attn.g_proj.weight" in w:
+        out = out * torch.sigmoid(w["self_attn.g_proj.weight"] @ x)
+    return w["self_attn.o_proj.weight"] @ out
 
 
 def after_attention(w: Mapping[str, Tensor], c: Mapping[str, Any], middle: Tensor) -> Tensor:

@@ -211,10 +211,11 @@ def test_eagle_variants(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("modules", [1, 3])
 def test_mtp_variants(modules: int) -> None:
-    """Faults: biases or norms of queries and keys that one view leaves out, the wrong way round, or
+    """Faults: biases, norms or a gate that one of the views leaves out, a head turned as a whole, or
     an embedding that only one of them zeroes."""
     block = BlockConfig.like(tiny.target("Qwen3").config)
-    block = block.model_copy(update={"qkv_bias": True, "qk_norm": True, "intermediate_size": 24})
+    odd = {"qkv_bias": True, "qk_norm": True, "rotary_share": 0.5, "gated": True}
+    block = block.model_copy(update={**odd, "intermediate_size": 24})
     made = drafter("mtp", "Qwen3", modules=modules, block=block, zero_first=False)
     check_views(made)
     check_reference(made, "Qwen3")

@@ -42,7 +42,9 @@ JOINT = {"enorm": (H,), "hnorm": (H,), "eh_proj": (H, 2 * H), "norm": (H,)}
 Tensors = dict[str, Tensor]
 
 
-def module(bias: bool = False, qk_norm: bool = False, seed: int = 0) -> Tensors:
+def module(
+    bias: bool = False, qk_norm: bool = False, gated: bool = False, seed: int = 0
+) -> Tensors:
     """A module under our names."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {f"{n}.weight": s for n, s in (LAYER | JOINT).items()}
@@ -50,6 +52,8 @@ def module(bias: bool = False, qk_norm: bool = False, seed: int = 0) -> Tensors:
         shapes |= {f"self_attn.{n}_proj.bias": (s,) for n, s in (("q", H), ("k", KV), ("v", KV))}
     if qk_norm:
         shapes |= {"self_attn.q_norm.weight": (8,), "self_attn.k_norm.weight": (8,)}
+    if gated:
+        shapes |= {"self_attn.g_proj.weight": (H, H)}
     out = {}
     for name, shape in shapes.items():
         noise = torch.randn(shape, generator=generator)
@@ -70,8 +74,15 @@ def mimo(made: Tensors, i: int = 0) -> Tensors:
 
 
 def qwen(made: Tensors, offset: float = 0.0) -> Tensors:
-    """mtp.*; norms that multiply by 1 + weight store one less."""
+    """mtp.*; norms that multiply by 1 + weight store one less; of each of the four heads first the
+    queries, then the gate."""
     names = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "norm": "norm"}
+    made, gate = dict(made), made.get("self_attn.g_proj.weight")
+    if gate is not None:
+        queries, gates = made["self_attn.q_proj.weight"].split(8), gate.split(8)
+        both = [torch.cat(pair) for pair in zip(queries, gates, strict=True)]
+        made["self_attn.q_proj.weight"] = torch.cat(both)
+        del made["self_attn.g_proj.weight"]
     out = {}
     for name, tensor in made.items():
         part, _, kind = name.rpartition(".")
@@ -102,19 +113,26 @@ def checkpoint(folder: Path, family: str, extra: Tensors, **config: Any) -> Targ
     return Target.load(str(folder))
 
 
-CASES: dict[str, tuple[str, Tensors, Callable[[Tensors], Tensors], bool]] = {
-    "MiMo": ("Qwen2", module(bias=True), mimo, True),
-    "Qwen": ("Qwen3", module(qk_norm=True), qwen, False),
-    "Qwen, 1 + weight": ("Gemma3", module(), lambda made: qwen(made, 1.0), False),
-    "DeepSeek": ("Llama", module(), deepseek, False),
-    "GLM": ("Qwen3", module(bias=True, qk_norm=True), deepseek, False),
-}
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+SCALED = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+# target, tensors, how they are stored, zero_first, config
+Case = tuple[str, Tensors, Callable[[Tensors], Tensors], bool, dict[str, Any]]
+CASES: dict[str, Case] = {
+    "MiMo": ("Qwen2", module(bias=True), mimo, True, {}),
+    "Qwen": ("Qwen3", module(qk_norm=True), qwen, False, {}),
+    "Qwen, 1 + weight": ("Gemma3", module(), lambda made: qwen(made, 1.0), False, {}),
+    "Qwen3.5": (
+        "Llama", module(qk_norm=True, gated=True), qwen, False, {"rope_parameters": PARTIAL}
+    ),
+    "DeepSeek": ("Llama", module(), deepseek, False, {}),
+    "GLM": ("Qwen3", module(bias=True, qk_norm=True), deepseek, False, {}),
+}  # fmt: skip
 
 
 def check(name: str, folder: Path) -> None:
     """Tensors as they were written, and the laws that they make."""
-    family, truth, stored, zero_first = CASES[name]
-    target = checkpoint(folder, family, stored(truth))
+    family, truth, stored, zero_first, about = CASES[name]
+    target = checkpoint(folder, family, stored(truth), **about)
     made = Mtp.create(target, MtpConfig(init="target")).eval()
     own = made.weights()
     assert own.keys() == {f"layers.0.{n}" for n in truth}
@@ -151,8 +169,8 @@ def test_other_names_are_noticed(
     name: str, change: Callable[[Tensors], Tensors], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted faults: halves in the other order, norms swapped, 1 + weight forgotten."""
-    family, truth, stored, zero_first = CASES[name]
-    wrong = family, truth, lambda made: stored(change(made)), zero_first
+    family, truth, stored, *rest = CASES[name]
+    wrong = family, truth, lambda made: stored(change(made)), *rest
     monkeypatch.setitem(CASES, name, wrong)
     with pytest.raises(AssertionError):
         check(name, tmp_path)
@@ -176,11 +194,7 @@ def without(name: str) -> Tensors:
 
 
 LEAD = f"model.layers.{tiny.LAYERS}."
-GATED = {**module(), "self_attn.q_proj.weight": torch.zeros(2 * H, H)}
-PARTIAL = {
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-}
-SCALED = {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}
+LARGER = {**module(), "self_attn.q_proj.weight": torch.zeros(3 * H, H)}
 
 
 @pytest.mark.parametrize(
@@ -204,9 +218,8 @@ SCALED = {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor"
         ),
         ({**deepseek(module()), LEAD + "self_attn.sinks": torch.zeros(4)}, {}, "is no dense block"),
         (without("hnorm.weight"), {}, "lacks hnorm.weight"),
-        (qwen(GATED), {}, "has gated attention"),
-        (deepseek(module()), PARTIAL, "rotates a share of 0.5 of each head"),
-        (deepseek(module()), SCALED, "has linear RoPE"),
+        (qwen(LARGER), {}, "has 96 rows of queries where the target has 32"),
+        (deepseek(module()), {"rope_parameters": SCALED}, "has linear RoPE"),
     ],
     ids=lambda part: part if isinstance(part, str) else "",
 )

@@ -211,7 +211,7 @@ def test_eagle_variants(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("modules", [1, 3])
 def test_mtp_variants(modules: int) -> None:
-    """Faults: biases, norms or a gate that one of the views leaves out, a head turned as a whole, or
+    """Faults: biases, norms or a gate that one view leaves out, a head turned as a whole, or
     an embedding that only one of them zeroes."""
     block = BlockConfig.like(tiny.target("Qwen3").config)
     odd = {"qkv_bias": True, "qk_norm": True, "rotary_share": 0.5, "gated": True}

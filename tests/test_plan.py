@@ -181,11 +181,9 @@ def test_config_is_enough(world: World, tmp_path: Path, monkeypatch: pytest.Monk
 # ---------------------------------------------------------------- against runs
 
 
-def check_flops(world: World, name: str) -> None:
+def check_flops(world: World, drafter: str) -> None:
     """A step's work, as torch counts it, is what its planned time rests on."""
-    drafter, changes = SETTINGS[name]
-    changes = {"accumulation": 1, "rows": 2, "chunk": 4096, **changes}
-    chosen = recipe.load(world.recipe("flops", drafter, **changes))
+    chosen = recipe.load(world.recipe("flops", drafter, accumulation=1, rows=2, chunk=4096))
     target = Target.load(chosen.target)
     samples = Samples.open(world.samples, target, audit=0)
     chosen.folder.mkdir(parents=True, exist_ok=True)
@@ -201,9 +199,16 @@ def check_flops(world: World, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["eagle", "eagle1", "mtp", "mtp chain", "small"])
-def test_flops(world: World, name: str) -> None:
-    check_flops(world, name)
+@pytest.mark.parametrize("drafter", ["eagle", "small"])
+def test_flops(world: World, drafter: str) -> None:
+    check_flops(world, drafter)
+
+
+def test_modules_of_their_own_are_passed_once(world: World) -> None:
+    """Three modules for three depths work as much as one that is passed three times."""
+    one, three = (planned(world, "modules", "mtp", modules=n, depths=3) for n in (1, 3))
+    assert three.drafter_parameters == 3 * one.drafter_parameters
+    assert three.memory["features and activations"] == one.memory["features and activations"]
 
 
 @pytest.mark.slow

@@ -209,6 +209,7 @@ def test_modules_of_their_own_are_passed_once(world: World) -> None:
     one, three = (planned(world, "modules", "mtp", modules=n, depths=3) for n in (1, 3))
     assert three.drafter_parameters == 3 * one.drafter_parameters
     assert three.memory["features and activations"] == one.memory["features and activations"]
+    assert three.seconds["training"] == one.seconds["training"]
 
 
 @pytest.mark.slow

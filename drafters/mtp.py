@@ -23,7 +23,7 @@ Modules made from scratch fit dense layouts only: MiMo's, which vLLM and SGLang 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -133,23 +133,26 @@ class Mtp(OneLayer):
                 module.load_state_dict(tensors)
         return drafter
 
+    def module(self, j: int) -> MtpModule:
+        return cast(MtpModule, self.layers[j])
+
     @property
     def attention(self) -> SelfAttention:
-        return self.layers[0].self_attn
+        return self.module(0).self_attn
 
     def fuse(self, features: dict[str, Tensor]) -> Tensor:
         return features["normed"].to(self.attention.q_proj.weight.dtype)
 
     def inputs(
-        self, tokens: Tensor, state: Tensor, position: Tensor, module: int = 0
+        self, tokens: Tensor, state: Tensor, position: Tensor, j: int = 0
     ) -> tuple[Tensor, Tensor]:
         embedded = self.target.embedding(tokens).to(state.dtype)
         if self.config.zero_first:
             embedded = torch.where((position == 0).unsqueeze(2), 0.0, embedded)
-        return self.layers[module].inputs(embedded, state)
+        return self.module(j).inputs(embedded, state)
 
     def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
-        return self.layers[0].finish(residual, mixed)
+        return self.module(0).finish(residual, mixed)
 
     def logits(self, hidden: Tensor, prev: Tensor, depth: Tensor) -> Tensor:
         return self.target.unembed(hidden)
@@ -167,11 +170,11 @@ class Mtp(OneLayer):
         for j in range(min(depths, self.longest)):
             following = F.pad(batch.tokens[:, 1 + j :], (0, min(1 + j, batch.tokens.shape[1])))
             x, residual = self.inputs(following, state, batch.position, j)
-            attend = self.layers[j].self_attn
+            attend = self.module(j).self_attn
             key, value = (attend.over_groups(kv) for kv in attend.keys(x, batch.position))
             query = attend.queries(x, batch.position)
             mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=seen.unsqueeze(1))
-            state = self.layers[j].finish(residual, mixed)  # (B, T, H)
+            state = self.module(j).finish(residual, mixed)  # (B, T, H)
             states.append(state.gather(1, at.expand(-1, -1, state.shape[2])))
         states += states[-1:] * (depths - len(states))  # of depths that do not exist
         return rows_of(torch.stack(states, dim=2), alignment, batch)
@@ -252,11 +255,11 @@ class Mtp(OneLayer):
         """Module j's states (B, W, H) of tokens that stand at `stands` and lie in `slot` (B, W)."""
         position = stands - 1 - j
         x, residual = self.inputs(tokens, state, position, j)
-        attend = self.layers[j].self_attn
+        attend = self.module(j).self_attn
         key, value = slab.write(j, *attend.keys(x, position), visible.shape[2], slot)
         slots = torch.arange(visible.shape[2], device=tokens.device)
         # Slots up to j hold no row of module j. Their own outputs only ever reach such slots, and
         # see themselves, since a softmax over nothing is NaN.
         visible = (visible & (slots > j)) | (slots == slot.unsqueeze(2))
         query = attend.queries(x, position)
-        return self.layers[j].finish(residual, attend.attend(query, key, value, visible))
+        return self.module(j).finish(residual, attend.attend(query, key, value, visible))

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from huggingface_hub import snapshot_download
@@ -208,7 +209,7 @@ def _block(target: Target, files: dict[str, Path], module: dict[str, str]) -> Bl
 @torch.no_grad()
 def _offset(target: Target) -> bool:
     """Whether the target's norms multiply by 1 + weight (Gemma, Qwen3-Next), told by its last."""
-    weight = target.norm.weight.float()
+    weight = cast(Tensor, target.norm.weight).float()
     x = torch.ones_like(weight)  # its root mean square is 1
     scale = target.norm(x.to(target.dtype)).float()
     return bool((scale - weight - 1.0).abs().sum() < (scale - weight).abs().sum())

@@ -35,6 +35,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle": {"taps": [1, 2, 4], "draft_vocab": 32},
     "medusa": {"heads": 3, "draft_vocab": 32},
     "hydra": {"heads": 3, "layers": 2, "head": "target"},
+    "eagle1": {"regression": 10, "feature_noise": 0.1},
+    "mtp": {},
     "small": {"layers": [0, 3]},
 }
 

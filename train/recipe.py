@@ -51,7 +51,7 @@ class Recipe(BaseModel):
 
     depths: int = Field(default=3, ge=1)  # K: depths unrolled in training
     k: int = Field(default=4, ge=1)  # draft length at which replay tau chooses the checkpoint
-    start: str | None = None  # a drafter folder whose weights the run starts from
+    start: str | None = None  # a drafter folder, ours or foreign, whose weights the run starts from
     lora: int | None = Field(default=None, ge=1)  # rank: train adapters of that drafter only
     loss: str | list[str] = "kl"  # of train/objective.py; a list is gone through as alpha_0 grows
     switch_alpha: list[float] = Field(default_factory=list)  # alpha_0 that ends each loss but one

@@ -113,7 +113,7 @@ class Heads(Drafter):
             drafter.set_vocab(most_frequent(counts, size))
         with torch.no_grad():
             for head in drafter.lm_heads or ():
-                head.weight.copy_(drafter._target_rows())
+                head.get_parameter("weight").copy_(drafter._target_rows())
         return drafter
 
     def set_vocab(self, vocab: VocabMap) -> None:

@@ -27,6 +27,10 @@ class BlockConfig(BaseModel):
     rms_norm_eps: float
     rope_theta: float
     max_positions: int
+    qkv_bias: bool = False  # Qwen2 and MiMo
+    qk_norm: bool = False  # queries and keys are normed head by head: Qwen3 and GLM-4.5
+    rotary_share: float = 1.0  # of each head, from its start, that positions turn: Qwen3.5
+    gated: bool = False  # attention results are weighed by what attention read: Qwen3.5
 
     @classmethod
     def like(cls, config: Any) -> BlockConfig:
@@ -67,11 +71,14 @@ class RMSNorm(nn.Module):
 
 
 class Rope(nn.Module):
-    """Rotary positions, rotate-half layout. x (B, heads, T, D), positions (B, T)."""
+    """Rotary positions, rotate-half layout. x (B, heads, T, D), positions (B, T).
 
-    def __init__(self, head_dim: int, theta: float) -> None:
+    Only the first `size` of D entries are turned.
+    """
+
+    def __init__(self, size: int, theta: float) -> None:
         super().__init__()
-        steps = torch.arange(0, head_dim, 2).float() / head_dim
+        steps = torch.arange(0, size, 2).float() / size
         self.register_buffer("frequency", theta**-steps, persistent=False)
 
     frequency: Tensor
@@ -80,8 +87,10 @@ class Rope(nn.Module):
         angle = positions.unsqueeze(-1).float() * self.frequency.float()  # (B, T, D/2)
         cos = angle.cos().repeat(1, 1, 2).unsqueeze(1).to(x.dtype)  # (B, 1, T, D)
         sin = angle.sin().repeat(1, 1, 2).unsqueeze(1).to(x.dtype)
-        left, right = x.chunk(2, dim=-1)
-        return x * cos + torch.cat([-right, left], dim=-1) * sin
+        turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+        left, right = turned.chunk(2, dim=-1)
+        turned = turned * cos + torch.cat([-right, left], dim=-1) * sin
+        return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
 
 
 class SelfAttention(nn.Module):
@@ -91,19 +100,26 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
-        self.q_proj = nn.Linear(input_size, self.heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(input_size, self.kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(input_size, self.kv_heads * self.head_dim, bias=False)
+        bias = config.qkv_bias
+        self.q_proj = nn.Linear(input_size, self.heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(input_size, self.kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(input_size, self.kv_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
-        self.rope = Rope(self.head_dim, config.rope_theta)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        size = self.heads * self.head_dim
+        self.g_proj = nn.Linear(input_size, size, bias=False) if config.gated else None
+        self.rope = Rope(round(config.rotary_share * self.head_dim), config.rope_theta)
 
     def queries(self, x: Tensor, positions: Tensor) -> Tensor:
         """(B, heads, T, D) of x (B, T, input_size), rotated to positions (B, T)."""
-        return self.rope(self._split(self.q_proj(x), self.heads), positions)
+        query = self._split(self.q_proj(x), self.heads)
+        return self.rope(query if self.q_norm is None else self.q_norm(query), positions)
 
     def keys(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Keys, rotated, and values (B, kv_heads, T, D)."""
-        key = self.rope(self._split(self.k_proj(x), self.kv_heads), positions)
+        key = self._split(self.k_proj(x), self.kv_heads)
+        key = self.rope(key if self.k_norm is None else self.k_norm(key), positions)
         return key, self._split(self.v_proj(x), self.kv_heads)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
@@ -121,9 +137,12 @@ class SelfAttention(nn.Module):
         """Keys or values (B, kv_heads, ..) repeated to (B, heads, ..)."""
         return x.repeat_interleave(self.heads // self.kv_heads, dim=1)
 
-    def output(self, mixed: Tensor) -> Tensor:
-        """(B, T, H) of attention results (B, heads, T, D)."""
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+    def output(self, mixed: Tensor, read: Tensor | None = None) -> Tensor:
+        """(B, T, H) of attention results (B, heads, T, D); read: x again, where it is gated."""
+        flat = mixed.transpose(1, 2).flatten(2)
+        if self.g_proj is not None:
+            flat = flat * torch.sigmoid(self.g_proj(read))
+        return self.o_proj(flat)
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
         return x.view(*x.shape[:-1], heads, self.head_dim).transpose(1, 2)

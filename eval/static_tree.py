@@ -76,8 +76,9 @@ def best_tree(rates: Array, budget: int) -> tuple[StaticTree, float]:
     Nodes without a chance are left out, as long as one node is there.
     """
     table = rates.tolist()
-    front = [(-rate, (i,)) for i, rate in enumerate(table[0])]  # a heap: the likeliest first
-    heapq.heapify(front)
+    front: list[tuple[float, tuple[int, ...]]] = []  # a heap: the likeliest first
+    for i, rate in enumerate(table[0]):
+        heapq.heappush(front, (-rate, (i,)))
     paths: list[tuple[int, ...]] = []
     expected = 1.0
     while front and len(paths) < budget:

@@ -13,12 +13,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from draftsmith.drafters import base
+from draftsmith.drafters import base, foreign
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.policy import Policy, Tree
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval.evaluate import evaluate as measure
+from draftsmith.eval.static_tree import Calibrated
 from draftsmith.recipes.static import calibrated, run_of, told
 from draftsmith.train.prompts import product_prompts
 from draftsmith.train.suites import read_suite, spread
@@ -27,7 +28,8 @@ from draftsmith.train.template import encode
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the figures. checkpoint: a folder, or ngram. target None: the drafter's own.
+    """What decides the figures. checkpoint: a folder of ours or of a format that `foreign` reads,
+    or ngram. target None: the drafter's own.
 
     static: a tree of one shape, of the policy's depth and nodes, takes the policy's place.
     """
@@ -67,9 +69,9 @@ def evaluate(settings: Settings, output: Path | None) -> bool:
     suite = read_suite(settings.prompts) if settings.prompts else product_prompts("heldout")
     asked = spread(suite, settings.limit)
     folder = Path(settings.checkpoint)
-    about = None if settings.checkpoint == "ngram" else base.read_config(folder)
-    spec = settings.target or (about["target"].get("spec") if about else None) or "smollm2"
-    if settings.static and about is None:
+    ngram = settings.checkpoint == "ngram"
+    spec = settings.target or (None if ngram else foreign.made_for(folder)) or "smollm2"
+    if settings.static and ngram:
         raise UserError("--static: ngram drafts chains only; give a checkpoint")
     run = run_of(folder) if settings.static else None
     record: dict[str, Any] = {
@@ -87,13 +89,14 @@ def evaluate(settings: Settings, output: Path | None) -> bool:
     if output is not None:
         _claim(output, record)
     target = Target.load(spec, dtype=torch.float32)  # parity is defined in fp32
-    if about is None:
-        ngram = base.family("ngram")
-        drafter = ngram.create(target, ngram.Config())
+    if ngram:
+        cls = base.family("ngram")
+        drafter = cls.create(target, cls.Config())
     else:
-        drafter = base.load(folder, target)
+        drafter = foreign.load(folder, target)
     drafter.check(settings.policy)
-    drafting, tree = settings.policy, None
+    drafting: Policy = settings.policy
+    tree: Calibrated | None = None
     ids = encode(asked, target)
     longest = max(map(len, ids))
     if longest + settings.max_new_tokens > target.max_positions:

@@ -42,6 +42,7 @@ COMMANDS = (
     "report",
     "certify",
     "bench",
+    "export",
 )
 ASKING = ("sample", "train", "eval")  # take prompts and a target in the same ways
 KEYS = {  # what issue 2 promises, and servers' reports will be compared by

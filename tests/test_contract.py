@@ -15,21 +15,36 @@ import torch
 from torch import Tensor
 
 import reference
+import reference_eagle
+import reference_heads
+import reference_mtp
 import tiny
 import toys  # noqa: F401  (registers the toy families)
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter, Guesses, Policy
 from draftsmith.drafters.batch import Batch, batch_of
+from draftsmith.drafters.layers import BlockConfig
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.target import Target
 
-DRAFTERS = ("eagle", "small", "ngram", "medusa", "hydra", "toy-block")
+# "mtp" is the recursive module, "mtp chain" one for each depth.
+HEADS = ("eagle", "eagle1", "mtp", "mtp chain", "medusa", "hydra")
+DRAFTERS = (*HEADS, "small", "ngram", "toy-block")
 LAWFUL = tuple(name for name in DRAFTERS if name != "ngram")
 CONFIGS: dict[str, dict[str, Any]] = {
     "eagle": {"taps": [1, 4, "normed"], "draft_vocab": 40},
     "small": {"layers": [0, 2, 3]},
     "medusa": {"heads": 3, "draft_vocab": 30},
     "hydra": {"heads": 3, "layers": 2},
+    "mtp chain": {"modules": 3},
+}
+SCALES = {"hydra": 0.2, "eagle1": 0.12}  # of weights; no norm holds EAGLE-1's states at one size
+REFERENCES = {
+    "eagle": reference_eagle.eagle_logits,
+    "eagle1": reference_mtp.eagle1_logits,
+    "mtp": reference_mtp.mtp_logits,
+    "medusa": reference_heads.head_logits,
+    "hydra": reference_heads.head_logits,
 }
 K = 4
 PLAIN = Sampler()
@@ -38,16 +53,17 @@ every = pytest.mark.parametrize("family", tiny.FAMILIES)
 
 def drafter(name: str, family: str = "Llama", **config: Any) -> Drafter:
     """A drafter whose laws are peaked and depend on all that it reads."""
-    cls, of = base.family(name), tiny.target(family)
+    cls, of = base.family(name.split()[0]), tiny.target(family)
     counts = torch.arange(of.vocab_size) * 5 % 7  # kept ids are scattered
     made = cls.create(of, cls.Config(**{**CONFIGS.get(name, {}), **config}), counts).eval()
-    return made if name == "small" else fill(made, 0.2 if name == "hydra" else 0.35)
+    return made if name == "small" else fill(made)
 
 
 @torch.no_grad()
-def fill(made: Drafter, scale: float = 0.35) -> Drafter:
+def fill(made: Drafter, seed: int = 0) -> Drafter:
     """Large random weights; fresh heads are so flat that nothing would show."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
+    scale = SCALES.get(made.family, 0.35)
     for name, parameter in made.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         of_norm = parameter.dim() == 1 and not name.endswith("bias")
@@ -188,6 +204,9 @@ def test_unroll_equals_propose_at_other_lengths(name: str, k: int) -> None:
         {"norm_before_residual": True},
         {"head": "target"},
         {"head": "target", "draft_vocab": None},
+        {"fc_norm": True, "norm_output": True},
+        {"norm_before_fc": True},
+        {"norm_before_fc": True, "fc_norm": True, "norm_output": True},
     ],
     ids=str,
 )
@@ -201,6 +220,18 @@ def test_eagle_variants(config: dict[str, Any]) -> None:
 def test_one_head_for_all_depths() -> None:
     """Faults: the target's rows of other tokens; blocks left out where no lm_head is trained."""
     made = drafter("hydra", "Qwen3", head="target", draft_vocab=30)
+    check_views(made)
+    check_reference(made, "Qwen3")
+
+
+@pytest.mark.parametrize("modules", [1, 3])
+def test_mtp_variants(modules: int) -> None:
+    """Faults: biases, norms or a gate that one view leaves out, a head turned as a whole, or
+    an embedding that only one of them zeroes."""
+    block = BlockConfig.like(tiny.target("Qwen3").config)
+    odd = {"qkv_bias": True, "qk_norm": True, "rotary_share": 0.5, "gated": True}
+    block = block.model_copy(update={**odd, "intermediate_size": 24})
+    made = drafter("mtp", "Qwen3", modules=modules, block=block, zero_first=False)
     check_views(made)
     check_reference(made, "Qwen3")
 
@@ -277,8 +308,8 @@ def check_reference(made: Drafter, family: str) -> None:
             if made.family == "small":
                 law = reference.small_law(hf, text, anchor, depth)
             else:
-                head = reference.eagle_law if made.family == "eagle" else reference.head_law
-                law = head(weights, config, hf, text, anchor, depth)
+                where = weights, config, hf, text, anchor, depth
+                law = reference.head_law(REFERENCES[made.family], *where)
             ours = made.vocab.spread(moment.law[depth]).double()
             torch.testing.assert_close(ours, law, atol=1e-4, rtol=0)
 
@@ -294,7 +325,7 @@ def kept_layers(hf: Any, layers: list[int]) -> Any:
 
 
 @every
-@pytest.mark.parametrize("name", ["eagle", "small", "ngram", "medusa", "hydra"])
+@pytest.mark.parametrize("name", [*HEADS, "small", "ngram"])
 def test_propose_equals_reference(name: str, family: str) -> None:
     """Faults that both views share: a norm left out, a wrong RoPE, residual, feature or token."""
     check_reference(drafter(name, family), family)

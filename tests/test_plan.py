@@ -60,6 +60,10 @@ SETTINGS = {
     "target's head": ("eagle", {"head": "target"}),
     "medusa": ("medusa", {}),
     "hydra": ("hydra", {}),
+    "EAGLE-3.1": ("eagle", {"fc_norm": True, "norm_before_fc": True, "norm_output": True}),
+    "eagle1": ("eagle1", {}),
+    "mtp": ("mtp", {}),
+    "mtp chain": ("mtp", {"modules": 3}),
     "small": ("small", {}),
     "own embeddings": ("small", {"embeddings": "own"}),
     "adapters": ("small", {"lora": 2}),
@@ -135,11 +139,21 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 LINEAR = 4096 * 4097  # a layer of H 4096 with its bias
 
 
+def block_of(inner: int, wide: int, norms: int) -> int:
+    """Weights of a layer of H 4096 with 32 heads and 8 groups of 128, its attention wide * H in."""
+    H = 4096
+    return wide * H * (H + 2 * 1024) + H * H + 3 * H * inner + norms * H
+
+
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
         ("llama31-8b-medusa", 4 * (LINEAR + 32000 * 4096)),
         ("qwen3-8b-hydra", 2 * (14 * 4096**2 + 4 * 4096) + 4 * (3 * LINEAR + 32000 * 4096)),
+        ("llama31-8b-eagle3", 3 * 4096**2 + block_of(14336, 2, 4) + 32000 * 4096),
+        ("qwen3-8b-eagle3", 3 * 4096**2 + block_of(12288, 2, 4) + 32000 * 4096),
+        ("llama31-8b-eagle1", 2 * 4096**2 + block_of(14336, 1, 1)),
+        ("qwen3-8b-mtp", 2 * 4096**2 + block_of(12288, 1, 5)),
     ],
 )
 def test_recipes_of_large_targets(name: str, parameters: int, tmp_path: Path) -> None:
@@ -197,9 +211,17 @@ def check_flops(world: World, drafter: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["eagle", "medusa", "hydra", "small"])
+@pytest.mark.parametrize("drafter", ["eagle", "small"])
 def test_flops(world: World, drafter: str) -> None:
     check_flops(world, drafter)
+
+
+def test_modules_of_their_own_are_passed_once(world: World) -> None:
+    """Three modules for three depths work as much as one that is passed three times."""
+    one, three = (planned(world, "modules", "mtp", modules=n, depths=3) for n in (1, 3))
+    assert three.drafter_parameters == 3 * one.drafter_parameters
+    assert three.memory["features and activations"] == one.memory["features and activations"]
+    assert three.seconds["training"] == one.seconds["training"]
 
 
 @pytest.mark.slow

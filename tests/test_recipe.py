@@ -136,6 +136,9 @@ def test_a_missing_key(tmp_path: Path, key: str) -> None:
         ("taps", [1.5]),
         ("draft_vocab", 0),
         ("head", "frozen"),
+        ("fc_norm", "each"),
+        ("regression", 10),  # EAGLE-3 foretells no feature
+        ("feature_noise", -0.1),
         ("block", {"hidden": 3}),
         ("temperature", -0.5),
         ("temperature", float("nan")),
@@ -156,6 +159,12 @@ def test_a_wrong_value(tmp_path: Path, key: str, value: Any) -> None:
 def test_a_wrong_value_of_heads(tmp_path: Path, drafter: str, key: str, value: Any) -> None:
     line = refusal(write(tmp_path, drafter=drafter, **{key: value}))
     assert f"mine.yaml: {key}: " in line and f"got {value!r}" in line
+
+
+@pytest.mark.parametrize(("key", "value"), [("modules", 0), ("init", "random")])
+def test_a_wrong_value_of_mtp(tmp_path: Path, key: str, value: Any) -> None:
+    line = refusal(write(tmp_path, drafter="mtp", **{key: value}))
+    assert f"{key}: " in line
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ import tiny
 from draftsmith.drafters import base
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
+from draftsmith.recipes import card, export
 from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint
 from draftsmith.train.loop import Trainer
@@ -35,6 +36,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle": {"taps": [1, 2, 4], "draft_vocab": 32},
     "medusa": {"heads": 3, "draft_vocab": 32},
     "hydra": {"heads": 3, "layers": 2, "head": "target"},
+    "eagle1": {"regression": 10, "feature_noise": 0.1},
+    "mtp": {},
     "small": {"layers": [0, 3]},
 }
 
@@ -126,9 +129,24 @@ def _train(recipe: str, threads: int, before: Callable[[], None] | None) -> None
 
 def fork(recipe: Path, before: Callable[[], None] | None = None) -> BaseProcess:
     """A process that trains a recipe. before: a module's function that it calls first."""
+    return _forked(_train, str(recipe), torch.get_num_threads(), before)
+
+
+def fork_export(asked: export.Request) -> BaseProcess:
+    """A process that exports, and sleeps when all is written but the card."""
+    return _forked(_export, asked)
+
+
+def _export(asked: export.Request) -> None:
+    torch.set_num_threads(1)
+    card.write = lambda *args: time.sleep(600)  # type: ignore[assignment]
+    export.export_checkpoint(asked)
+
+
+def _forked(function: Callable[..., None], *args: Any) -> BaseProcess:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["draftsmith.train.__main__", "datasets", "pytest"])
-    process = context.Process(target=_train, args=(str(recipe), torch.get_num_threads(), before))
+    process = context.Process(target=function, args=args)
     process.start()
     return process
 

@@ -348,8 +348,10 @@ def _pass(
     scores = 4 * length * H  # of a token in one layer's attention
     work = tokens * (2 * outline.target_body + scores * target.num_layers) + 2 * V * H * compared
     body = 2 * outline.uses(depths) * outline.drafter_body
-    read = compared if outline.anchors_only else tokens
-    work += passes * read * (body + depths * scores * outline.attends)
+    if outline.anchors_only:  # and what most weights read is frozen: no gradient goes through them
+        work += (passes - backward) * compared * body
+    else:
+        work += passes * tokens * (body + depths * scores * outline.attends)
     work += of_head * depths * compared * 2 * Vd * H
     walks = compared * (2 * V + (5 if backward else 3) * depths * Vd)
     return work / pace.matmul(int(tokens)) + walks / pace.rowwise

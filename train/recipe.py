@@ -51,7 +51,7 @@ class Recipe(BaseModel):
 
     depths: int = Field(default=3, ge=1)  # K: depths unrolled in training
     k: int = Field(default=4, ge=1)  # draft length at which replay tau chooses the checkpoint
-    start: str | None = None  # a drafter folder whose weights the run starts from
+    start: str | None = None  # a drafter folder, ours or foreign, whose weights the run starts from
     lora: int | None = Field(default=None, ge=1)  # rank: train adapters of that drafter only
     loss: str | list[str] = "kl"  # of train/objective.py; a list is gone through as alpha_0 grows
     switch_alpha: list[float] = Field(default_factory=list)  # alpha_0 that ends each loss but one
@@ -60,6 +60,8 @@ class Recipe(BaseModel):
     decay: float = Field(default=0.8, gt=0, le=1)  # geometric: depth j weighs decay**j
     span: float = Field(default=4.0, gt=0)  # exponential: depth j weighs exp(-j / span)
     per: Literal["token", "sequence"] = "token"  # whether cells or texts count alike
+    regression: float = Field(default=0.0, ge=0)  # eagle1: weight of the distance of features
+    feature_noise: float = Field(default=0.0, ge=0)  # uniform, +- this, on features in training
 
     steps: int = Field(ge=1)
     length: int = Field(default=512, ge=8)  # tokens in a packed row
@@ -97,7 +99,10 @@ class Recipe(BaseModel):
         weights = DepthWeights(
             kind if isinstance(kind, str) else tuple(kind), self.decay, self.span, self.per
         )
-        return [Objective(loss, weights, self.eta) for loss in self.losses]
+        return [
+            Objective(loss, weights, self.eta, self.regression, self.feature_noise)
+            for loss in self.losses
+        ]
 
     def drafter_config(self) -> DrafterConfig:
         return family(self.drafter).Config(**self.settings)
@@ -153,7 +158,7 @@ def find(path: str | Path) -> Path:
 def parse(raw: dict[str, Any], where: str) -> Recipe:
     """A Recipe from flat keys. Raises UserError for an unknown, missing or wrong one."""
     if not isinstance(raw.get("drafter"), str):
-        raise UserError(f"{where}: drafter: name a family (small or eagle)")
+        raise UserError(f"{where}: drafter: name a family (small, eagle, eagle1 or mtp)")
     try:
         config = family(raw["drafter"]).Config
     except UserError as error:
@@ -197,6 +202,11 @@ def _check_objective(recipe: Recipe) -> None:
     losses, thresholds, weights = recipe.losses, recipe.switch_alpha, recipe.depth_weights
     if recipe.lora and recipe.start is None and recipe.drafter != "small":
         raise UserError("lora: adapts a drafter that is trained already; name it as start")
+    if recipe.regression and family(recipe.drafter).predicts is None:
+        raise UserError(
+            f"regression: a drafter of family {recipe.drafter} foretells no feature; leave it out, "
+            "or take eagle1"
+        )
     if not losses:
         raise UserError("loss: is an empty list; name one")
     for loss in losses:

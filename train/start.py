@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from draftsmith.drafters import base
+from draftsmith.drafters import foreign
 from draftsmith.drafters.base import Drafter, family
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target import Target
@@ -14,7 +14,8 @@ from draftsmith.train.recipe import Recipe
 
 
 def fresh(recipe: Recipe, target: Target, counts: Tensor) -> Drafter:
-    """A new drafter, or the one stored in the recipe's `start`.
+    """A new drafter, or the one stored in the recipe's `start`: ours, or one that another toolkit
+    published or a server loads (`foreign.load`), whose draft vocabulary is kept.
 
     Raises UserError where that one is of another family, or other settings than the recipe asks.
     """
@@ -22,7 +23,7 @@ def fresh(recipe: Recipe, target: Target, counts: Tensor) -> Drafter:
     if recipe.start is None:
         return family(recipe.drafter).create(target, config, counts)
     folder = Path(recipe.start)
-    drafter = base.load(folder, target)
+    drafter = foreign.load(folder, target)
     if drafter.family != recipe.drafter:
         raise UserError(
             f"start: {folder} holds a drafter of family {drafter.family}, the recipe asks for "

@@ -1,0 +1,97 @@
+"""Drafters in other toolkits' and servers' formats, read as draftsmith drafters.
+
+    config.json tells                                        read by
+    family and target                                        base.load (our own)
+    speculators_model_type eagle3                            eagle3 (vLLM, speculators)
+    draft_vocab_size, or an architecture of EAGLE-3          eagle3 (EAGLE, SGLang, TensorRT-LLM)
+    medusa_num_heads, or model_type medusa                   medusa (Medusa, vLLM)
+    another architecture of EAGLE, or a Llama with an fc     eagle1 (EAGLE, SGLang, vLLM)
+    a GGUF, alone in a folder or named itself                gguf (llama.cpp)
+    any other causal LM                                      causal_lm (transformers)
+
+A reader takes every tensor of the file or fails: a missing or a left-over one is an error, as are
+settings whose meaning draftsmith does not have. The writers (drafters/export) are not imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from draftsmith.drafters import base
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.foreign import files
+from draftsmith.drafters.target import Target
+
+
+def load(path: Path, target: Target) -> Drafter:
+    """The drafter in a folder or GGUF of any known format, on the target's device.
+
+    Raises UserError for a format or setting that draftsmith does not have, for tensors that are
+    missing, left over or of another shape, and for another target's drafter.
+    """
+    about = files.config(path)
+    if ours(about):
+        return base.load(path, target)
+    reader = importlib.import_module(f"draftsmith.drafters.foreign.{_reader(path, about)}")
+    if (card := _card(path)) is not None:
+        base.check_target(path, card, target)
+    try:
+        drafter = reader.read(path, about, target)
+    except KeyError as error:
+        raise UserError(f"{path}: its settings lack {error.args[0]}; copy it again") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"{path}: {first['loc'][0]}: {first['msg']}; correct its config") from None
+    return drafter.to(target.device, target.dtype).eval()
+
+
+def ours(about: dict[str, Any]) -> bool:
+    return "family" in about and isinstance(about.get("target"), dict)
+
+
+def _reader(path: Path, about: dict[str, Any]) -> str:
+    """The module that reads this format. Raises UserError for one that none does."""
+    if files.gguf_in(path) is not None:
+        return "gguf"
+    kind = about.get("speculators_model_type")
+    architectures = about.get("architectures") or ["?"]
+    if kind not in (None, "eagle3"):
+        raise UserError(f"{path}: speculators' {kind} is not read here; known is eagle3")
+    if kind or "draft_vocab_size" in about or "Eagle3" in architectures[0]:
+        return "eagle3"
+    if "medusa_num_heads" in about or about.get("model_type") == "medusa":
+        return "medusa"
+    if "Eagle" in architectures[0]:
+        return "eagle1"
+    if "model_type" in about:
+        return "eagle1" if "fc.weight" in files.names(path) else "causal_lm"
+    raise UserError(
+        f"{path}: no format that is known here ({architectures[0]}); give EAGLE or Medusa heads "
+        "as EAGLE, SGLang, TensorRT-LLM, vLLM or speculators store them, a GGUF, or a causal LM"
+    )
+
+
+def made_for(path: Path) -> str | None:
+    """The target that a folder names as its own, where it names one.
+
+    Raises UserError where `load` could not read the folder whatever the target.
+    """
+    about = files.config(path)
+    if not ours(about):
+        _reader(path, about)
+    if (card := _card(path)) is not None:
+        return card.get("spec")
+    verifier = about.get("speculators_config", {}).get("verifier", {})
+    named = about.get("base_model_name_or_path") or verifier.get("name_or_path")
+    return about["target"].get("spec") if ours(about) else named
+
+
+def _card(path: Path) -> dict[str, Any] | None:
+    """The target that an export's card names; None where there is no card of ours."""
+    card = (path if path.is_dir() else path.parent) / "card.json"
+    return files.json_of(card).get("target") if card.is_file() else None

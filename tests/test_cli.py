@@ -33,16 +33,8 @@ from draftsmith.train.reader import Samples
 from training import World
 
 COMMANDS = (
-    "quickstart",
-    "plan",
-    "sample",
-    "self-prompt",
-    "train",
-    "eval",
-    "report",
-    "certify",
-    "bench",
-    "export",
+    *("quickstart", "plan", "sample", "self-prompt", "train", "eval", "report"),
+    *("compare", "certify", "bench", "export", "serve-check"),
 )
 ASKING = ("sample", "train", "eval")  # take prompts and a target in the same ways
 KEYS = {  # what issue 2 promises, and servers' reports will be compared by

@@ -25,7 +25,8 @@ from draftsmith.drafters.source import gguf_file
 from draftsmith.drafters.target import Target
 from draftsmith.recipes import card
 from draftsmith.recipes.card import ReadBack
-from draftsmith.train.prompts import encode, product_prompts
+from draftsmith.train.prompts import product_prompts
+from draftsmith.train.template import encode
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Largest difference of draft logits that rounding the weights may make, in standard deviations of

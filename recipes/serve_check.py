@@ -25,8 +25,9 @@ from draftsmith.eval.servers import serving as servers
 from draftsmith.eval.servers.check import TEMPERATURES, Answers, collect, report
 from draftsmith.eval.servers.client import Server
 from draftsmith.eval.servers.serving import Draft
-from draftsmith.train.prompts import encode, product_prompts
+from draftsmith.train.prompts import product_prompts
 from draftsmith.train.suites import read_suite, spread
+from draftsmith.train.template import encode
 
 CARD = "card.json"
 

@@ -320,6 +320,18 @@ def test_batch_composition_does_not_matter(name: str, family_name: str) -> None:
     assert sum(a.tokens != b.tokens for a, b in zip(whole, moved, strict=True)) > 3
 
 
+def test_texts_that_end_at_their_first_token() -> None:
+    """They leave the batch before its first round; the others are written on."""
+    decoder, prompts = Decoder(tiny.talker()), tiny.prompts(12)
+    alone = [decoder.generate([p], Sampler(), 8, rows=[i])[0] for i, p in enumerate(prompts)]
+    ended = [i for i, text in enumerate(alone) if len(text.tokens) == 1]
+    (on, *_) = [i for i in range(len(prompts)) if i not in ended]
+    batch = [*ended, on]
+    assert ended
+    texts = decoder.generate([prompts[i] for i in batch], Sampler(), 8, rows=batch)
+    assert texts == [alone[i] for i in batch]
+
+
 ROWS = 2500
 LAW_VOCAB = 6
 PROMPT = [2, 4, 3, 5]

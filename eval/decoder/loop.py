@@ -127,8 +127,7 @@ class Decoder:
         rounds = self._rounds(texts, max_new_tokens, sampler, ids, seed)
         for text, token in zip(texts, self._prefilled(rounds, texts), strict=True):
             cutter.append(text, [token])
-        live = list(texts)  # the text of each row of `rounds`
-        self._settle(rounds, live)
+        live = self._settle(rounds, texts)  # the text of each row of `rounds`
         while any(not text.finish for text in live):
             began = time.perf_counter()
             report, busy = self._round(rounds)

@@ -322,14 +322,13 @@ def test_batch_composition_does_not_matter(name: str, family_name: str) -> None:
 
 def test_texts_that_end_at_their_first_token() -> None:
     """They leave the batch before its first round; the others are written on."""
-    decoder, prompts = Decoder(tiny.talker()), tiny.prompts(12)
-    alone = [decoder.generate([p], Sampler(), 8, rows=[i])[0] for i, p in enumerate(prompts)]
-    ended = [i for i, text in enumerate(alone) if len(text.tokens) == 1]
-    (on, *_) = [i for i in range(len(prompts)) if i not in ended]
-    batch = [*ended, on]
+    decoder, prompts = Decoder(tiny.talker()), tiny.prompts(80)
+    first = decoder.generate(prompts, Sampler(), 1)
+    ended = [i for i, text in enumerate(first) if text.tokens == [tiny.EOS]]
+    rows = [*ended, next(i for i in range(len(prompts)) if i not in ended)]
     assert ended
-    texts = decoder.generate([prompts[i] for i in batch], Sampler(), 8, rows=batch)
-    assert texts == [alone[i] for i in batch]
+    texts = decoder.generate([prompts[i] for i in rows], Sampler(), 8, rows=rows)
+    assert texts == [decoder.generate([prompts[i]], Sampler(), 8, rows=[i])[0] for i in rows]
 
 
 ROWS = 2500

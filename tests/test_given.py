@@ -8,14 +8,17 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
+from transformers import AutoTokenizer
 
 import tiny
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
+from draftsmith.drafters.source import resolve
 from draftsmith.drafters.target import Target
 from draftsmith.recipes import show
 from draftsmith.train import given
@@ -110,6 +113,22 @@ def test_planted(monkeypatch: pytest.MonkeyPatch, name: str, template: str) -> N
     """Without the comparison with the answer, an empty thought or a separator is taught."""
     monkeypatch.setattr(given, name, lambda *arguments: None)
     assert any("[w" in row or "x]" in row for row in learned(template))
+
+
+@pytest.mark.real
+def test_a_line_break_after_the_end_token_is_not_learned() -> None:
+    """Though the template's tags take it in, as those of many published models do."""
+    tokenizer = AutoTokenizer.from_pretrained(resolve("smollm2", weights=False).path)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}<|im_end|>\n{% endgeneration %}"
+        "{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    )
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    of: Any = SimpleNamespace(tokenizer=tokenizer, eos_ids=[end], max_positions=2048)
+    ((ids, made),) = masked(talk("Hi", "Hello.\n\nYou", "Why?", "So"), of)
+    spans = [tokenizer.decode(ids[a:b]) for a, b in Sample(ids, made, "stop", "d", "k").spans]
+    assert spans == ["Hello.\n\nYou<|im_end|>", "So<|im_end|>"]
 
 
 # ---------------------------------------------------------------- stored and shown

@@ -19,7 +19,6 @@ from draftsmith.train.reader import Samples
 from draftsmith.train.selfprompt import chosen, diversity, fault, user_turn, write_prompts
 from draftsmith.train.sources import read_prompts
 
-pytest.importorskip("datasketch")
 MARK = re.compile("<eos>")
 ENDS = "{% for m in messages %}b {{ m.content }}{{ '<eos>' }}{% endfor %}"
 MARKS = "{% for m in messages %}b {{ m.content }} w30 w31 {% endfor %}"

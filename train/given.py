@@ -93,14 +93,13 @@ def _tagged(prompt: Prompt, target: Target, answers: list[dict[str, Any]]) -> Ma
         raise Unusable("generation tags that do not mark every answer once", detail)
     for start, message in zip(starts, answers, strict=True):
         end = next((i for i in range(start, len(made)) if not made[i]), len(made))
-        while end - 1 > start and ids[end - 1] not in target.eos_ids and _blank(target, ids, end):
-            end -= 1
+        stop = next((i + 1 for i in range(start, end) if ids[i] in target.eos_ids), end)
+        if not target.tokenizer.decode(ids[stop:end]).strip():
+            # Many tags take in the line break after the end token, which no target draws.
+            made[stop:end] = [False] * (end - stop)
+            end = stop
         _same(target, ids[start:end], message)
     return ids, made
-
-
-def _blank(target: Target, ids: list[int], end: int) -> bool:
-    return not target.tokenizer.decode([ids[end - 1]]).strip()
 
 
 def _by_prefix(

@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -413,6 +414,8 @@ def test_prompts_that_were_trained_on(run: Path, report: dict[str, Any], tmp_pat
     assert also_trained_on(place, known[:3], target) == 1
     assert also_trained_on(place, [asked("w30 w31", "x")], target) == 0
     assert also_trained_on(tmp_path / "gone", known, target) is None
+    with_more = replace(known[0], later=(known[1].messages or (),))
+    assert also_trained_on(run / "samples", [with_more], target) == 1
 
 
 # ---------------------------------------------------------------- bad input

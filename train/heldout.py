@@ -65,9 +65,10 @@ def also_trained_on(samples: Path, prompts: Sequence[Prompt], target: Target) ->
     if not (samples / storage.ROWS).is_dir():
         return None
     seen = set(storage.load(samples / storage.ROWS)["key"])
-    # Imported answers know their prompts by token ids.
+    # Imported answers know their prompts by token ids; others may be of the first turn alone.
     by_ids = [Prompt(None, tuple(ids), "").key for ids in encode(prompts, target)]
-    return sum(p.key in seen or key in seen for p, key in zip(prompts, by_ids, strict=True))
+    known = ({p.key, p.first_turn.key, key} for p, key in zip(prompts, by_ids, strict=True))
+    return sum(not seen.isdisjoint(keys) for keys in known)
 
 
 def slug(name: str) -> str:

@@ -1,4 +1,4 @@
-# make install | check | fix | test | test-fast | gpu-check | quickstart | build | clean
+# make install | check | fix | test | test-fast | servers | gpu-check | quickstart | build | clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -8,7 +8,7 @@ FAST := not real and not server and not gpu
 OMP_NUM_THREADS ?= 2
 export OMP_NUM_THREADS
 
-.PHONY: install check fix test test-fast gpu-check quickstart build clean
+.PHONY: install check fix test test-fast servers gpu-check quickstart build clean
 
 install: .venv/.installed
 
@@ -46,9 +46,16 @@ fix: install
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "$(FAST)"
 	$(BIN)/pytest -m real
+	$(BIN)/pytest -m server -rs
 
 test-fast: install
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "$(FAST) and not slow"
+
+# The real servers that `server` tests start (those skip where a server is not set up): vLLM and
+# llama.cpp, kept outside .venv. FOLDER= says where; about 25 minutes on 2 cores, 4 GB.
+FOLDER ?= $(or $(DRAFTSMITH_SERVERS),$(HOME)/.cache/draftsmith/servers)
+servers:
+	DRAFTSMITH_SERVERS=$(FOLDER) PYTHON=$(PYTHON) sh tests/servers.sh
 
 # On a CUDA machine, at most 8 minutes. Its python needs torch and transformers, not this .venv:
 # make gpu-check GPU_PYTHON=python3

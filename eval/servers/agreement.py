@@ -1,0 +1,183 @@
+"""A server's counters against replay's walk of the text that the server itself wrote.
+
+Both servers draft greedily at any temperature and take the draft as a point mass: vLLM accepts it
+with chance p, and what it draws instead is never the draft; llama.cpp accepts it where the token
+drawn from the target is the same. So given the text a draft at depth j was accepted exactly where
+it is the text's own token, and every round is known: counts are equal as integers, request by
+request. Left open is a round that the answer's limit cut: of the drafts past the text's end nobody
+can say which were accepted, and they are shown apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.batch import batch_of
+from draftsmith.drafters.sampling import Sampler
+from draftsmith.drafters.target import Target
+from draftsmith.eval.decoder.text import Text
+from draftsmith.eval.evaluate import read_texts
+from draftsmith.eval.parity import TIE
+from draftsmith.eval.replay import Table, tables
+from draftsmith.eval.servers.client import Answer
+from draftsmith.eval.servers.counters import Counters
+
+
+@dataclass
+class Walk:
+    """Replay's rounds through one answer, as a server counts them.
+
+    hidden: how many of the last round's drafts lie past the text's end; 0 where no round was cut.
+    ties: fp32 ties that decided how far a round went.
+    """
+
+    counted: Counters
+    hidden: int = 0
+    ties: int = 0
+
+    def equals(self, found: Counters) -> bool:
+        """Whether a server's counters are these, but for hidden drafts, which may be accepted."""
+        ours = self.counted
+        k = len(ours.accepted)
+        if (found.drafts, found.drafted) != (ours.drafts, ours.drafted) or k < len(found.accepted):
+            return False
+        extra = [a - b for a, b in zip(_padded(found.accepted, k), ours.accepted, strict=True)]
+        known, hidden = extra[: k - self.hidden], extra[k - self.hidden :]
+        return not any(known) and hidden in _prefixes(self.hidden)
+
+
+def _prefixes(n: int) -> list[list[int]]:
+    """What n drafts in a row can add to the accepted counts: [0, 0], [1, 0], [1, 1]."""
+    return [[1] * m + [0] * (n - m) for m in range(n + 1)]
+
+
+def _padded(accepted: Sequence[int], k: int) -> list[int]:
+    """Counts of k positions: a server may leave out those that it never accepted at."""
+    return list(accepted) + [0] * (k - len(accepted))
+
+
+def walk(table: Table, k: int, shortens: bool, flip: int | None = None) -> Walk:
+    """The rounds that greedy drafts of length k take through a text.
+
+    shortens: the server drafts at most as many tokens as are left but one, and none for the last.
+    flip: the number of the fp32 tie, in the order met, that is decided the other way.
+    """
+    last = len(table.limit) - 1  # the text's last token; token 0 is prefill's
+    drafts = drafted = hidden = ties = 0
+    accepted = [0] * k
+    root = 0
+    while root < last:
+        length = min(k, last - root - 1) if shortens else k
+        known = min(length, int(table.limit[root]))  # drafts within the text
+        m = 0
+        while m < known:
+            right = bool(table.weight[root, m] == 1.0)
+            if table.gap[root, m] < TIE:
+                right ^= ties == flip
+                ties += 1
+            if not right:
+                break
+            accepted[m] += 1
+            m += 1
+        drafts += length > 0
+        drafted += length
+        if m == known:
+            hidden = length - known
+        root += 1 + m
+    tokens = last + 1
+    return Walk(Counters(drafts, drafted, tuple(accepted), tokens), hidden, ties)
+
+
+@dataclass
+class Agreement:
+    """One temperature: what the server counted, what replay expects, and where they part.
+
+    expected leaves out what hidden drafts added; cut: rounds that the limit cut; cut_accepted
+    (k,): what the server counted in them past the text's end. ties: answers that agree once an
+    fp32 tie is decided the other way. splits: answers that do not agree.
+    """
+
+    k: int
+    temperature: float
+    answers: int
+    counted: Counters
+    expected: Counters
+    cut: int
+    cut_accepted: list[int]
+    ties: list[int] = field(default_factory=list)
+    splits: list[int] = field(default_factory=list)
+
+    @property
+    def holds(self) -> bool:
+        """No split, and at most one tie in 50 answers (one of fewer)."""
+        return not self.splits and len(self.ties) <= math.ceil(self.answers / 50)
+
+    def report(self) -> dict[str, Any]:
+        return vars(self) | {
+            "counted": vars(self.counted),
+            "expected": vars(self.expected),
+            "holds": self.holds,
+        }
+
+
+def compare(
+    answers: Sequence[Answer], of: Sequence[Table], k: int, temperature: float, shortens: bool
+) -> Agreement:
+    """Compares answers' counters with replay's tables of the same texts, in the same order."""
+    zero = Counters(accepted=(0,) * k)
+    out = Agreement(k, temperature, len(answers), zero, zero, 0, [0] * k)
+    for i, (answer, table) in enumerate(zip(answers, of, strict=True)):
+        found = walk(table, k, shortens)
+        if not found.equals(answer.counted):
+            others = (walk(table, k, shortens, flip) for flip in range(found.ties))
+            tied = next((other for other in others if other.equals(answer.counted)), None)
+            (out.ties if tied else out.splits).append(i)
+            found = tied or found
+        out.counted += answer.counted
+        out.expected += found.counted
+        out.cut += found.hidden > 0
+        for j in range(k - found.hidden, k):
+            counted = _padded(answer.counted.accepted, k)
+            out.cut_accepted[j] += counted[j] - found.counted.accepted[j]
+    return out
+
+
+def replayed(target: Target, drafter: Drafter, answers: Sequence[Answer], k: int) -> list[Table]:
+    """Replay's table of every answer, drafts taken as point masses."""
+    texts = [Text(answer.prompt, answer.tokens) for answer in answers]
+    batches = read_texts(target, drafter, texts, Sampler(0.0))
+    return [table for batch in batches for table in tables(drafter, batch, k)]
+
+
+@dataclass
+class Difference:
+    """Where two answers to one prompt part: the position, and the target's top-2 gap there."""
+
+    answer: int
+    position: int
+    gap: float
+
+
+@torch.no_grad()
+def differences(
+    target: Target, answers: Sequence[Answer], plain: Sequence[Answer]
+) -> list[Difference]:
+    """Answers that are not the server's own without speculation; below TIE an fp32 tie."""
+    out = []
+    for i, (one, other) in enumerate(zip(answers, plain, strict=True)):
+        pairs = list(zip(one.tokens, other.tokens, strict=True))
+        at = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
+        if at is not None:
+            ids = one.prompt + one.tokens[:at]
+            batch = batch_of([(ids, [False] * len(ids))], Sampler(0.0)).to(target.device)
+            final = target.read(batch, ()).final
+            assert final is not None
+            top = target.head(final[0, -1]).float().topk(2).values
+            out.append(Difference(i, at, float(top[0] - top[1])))
+    return out

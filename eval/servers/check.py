@@ -1,0 +1,100 @@
+"""A server asked the same prompts with and without its drafter, and what it all comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.target import Target
+from draftsmith.eval.parity import TIE
+from draftsmith.eval.servers.agreement import compare, differences, replayed
+from draftsmith.eval.servers.client import Answer, Server
+
+TEMPERATURES = (0.0, 1.0)
+Answers = dict[float, list[Answer]]  # by temperature, in the prompts' order
+
+
+def collect(
+    server: Server,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    seed: int,
+    k: int | None,
+    progress: Callable[[], None] = lambda: None,
+) -> Answers:
+    """A server's answers of `tokens` tokens each, at both temperatures, one request at a time.
+
+    k: how many tokens it drafts, None where it does not speculate. progress() is called after each
+    answer. Raises UserError where it drafts another number (see `Server.ask` for the rest).
+    """
+    server.ask(prompts[0], 8, 0.0, seed, k is not None)  # warm-up
+    out: Answers = {}
+    for temperature in TEMPERATURES:
+        out[temperature] = []
+        for i, prompt in enumerate(prompts):
+            answer = server.ask(prompt, tokens, temperature, seed + i, k is not None)
+            drafts, drafted = answer.counted.drafts, answer.counted.drafted
+            positions = len(answer.counted.accepted)
+            if k is not None and (positions > k or drafted > k * drafts):
+                raise UserError(
+                    f"server {server}: drafts {max(positions, -(-drafted // max(drafts, 1)))} "
+                    f"tokens a round, not k={k}; give --k what it was started with"
+                )
+            out[temperature].append(answer)
+            progress()
+    return out
+
+
+def report(
+    target: Target,
+    drafter: Drafter,
+    k: int,
+    shortens: bool,
+    answers: Answers,
+    plain: Answers | None,
+) -> dict[str, Any]:
+    """One entry per temperature, and `holds`: counters agree, and T=0 texts equal the plain ones.
+
+    plain: the answers of the same server without speculation; None: texts are not compared.
+    """
+    temperatures = []
+    holds = True
+    for temperature, given in answers.items():
+        tables = replayed(target, drafter, given, k)
+        agreement = compare(given, tables, k, temperature, shortens)
+        entry = agreement.report() | {
+            "tokens": sum(len(a.tokens) for a in given),
+            "tokens_per_s": speed(given),
+            "plain_tokens_per_s": None if plain is None else speed(plain[temperature]),
+            "tau": tau(given),
+            "texts": None,
+        }
+        holds &= agreement.holds
+        if temperature == 0 and plain is not None:
+            parted = differences(target, given, plain[temperature])
+            entry["texts"] = {
+                "equal": len(given) - len(parted),
+                "ties": [vars(d) for d in parted if d.gap < TIE],
+                "splits": [vars(d) for d in parted if d.gap >= TIE],
+            }
+            holds &= not entry["texts"]["splits"]
+        temperatures.append(entry)
+    return {"k": k, "temperatures": temperatures, "holds": holds}
+
+
+def speed(answers: Sequence[Answer]) -> float:
+    """Tokens per second as a client sees it, prompts included."""
+    return sum(len(a.tokens) for a in answers) / sum(a.seconds for a in answers)
+
+
+def tau(answers: Sequence[Answer]) -> float | None:
+    """Tokens per verify pass; the one that prefill yields is not counted.
+
+    Every pass emits one token more than it accepts. A pass without drafts (llama.cpp's last one)
+    is counted too, drafted tokens past the text's end are not.
+    """
+    emitted = sum(len(a.tokens) - 1 for a in answers)
+    passes = sum(max(a.counted.drafts, 1) for a in answers)
+    return emitted / passes if passes else None

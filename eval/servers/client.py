@@ -1,0 +1,138 @@
+"""Speaking to a server over HTTP: token ids in, token ids and counters out."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from draftsmith.drafters.errors import UserError
+from draftsmith.eval.servers.counters import Counters, parse
+from draftsmith.eval.servers.process import Child
+
+ANSWER = 600.0  # seconds that one answer may take
+SETTLE = 20.0  # seconds until the counters must show an answer that we hold
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How one kind of server is spoken to; vllm.py and llama_cpp.py hold the two that we know.
+
+    tested: the version that our tests run. prefix, tokens: see `counters.parse`. version(json of
+    about): its version, None where the reply is another server's. body(prompt, tokens,
+    temperature, seed): the request; ids(reply): the answer's token ids. shortens: it drafts less
+    where fewer tokens are left, instead of throwing away what exceeds the limit.
+    """
+
+    name: str
+    tested: str
+    about: str
+    version: Callable[[dict[str, Any]], str | None]
+    prefix: str
+    tokens: str
+    path: str
+    body: Callable[[Sequence[int], int, float, int], dict[str, Any]]
+    ids: Callable[[dict[str, Any]], list[int] | None]
+    shortens: bool
+
+
+@dataclass
+class Answer:
+    """What a server wrote after a prompt, how long that took, and what it counted meanwhile."""
+
+    prompt: list[int]
+    tokens: list[int]
+    seconds: float
+    counted: Counters
+
+
+class Server:
+    """A server that answers at `url`. child: its process, where we started it."""
+
+    def __init__(self, kind: Kind, url: str, child: Child | None = None) -> None:
+        """Raises UserError where nothing answers, or another kind of server does."""
+        self.kind, self.url, self.child = kind, url.rstrip("/"), child
+        version = kind.version(self._json(kind.about))
+        if version is None:
+            raise UserError(f"server {url}: answers, but is no {kind.name}; give --server its kind")
+        self.version = version
+
+    def __str__(self) -> str:
+        return f"{self.kind.name} {self.version} at {self.url}"
+
+    def ask(
+        self,
+        prompt: Sequence[int],
+        tokens: int,
+        temperature: float,
+        seed: int,
+        speculates: bool = True,
+    ) -> Answer:
+        """The answer of exactly `tokens` tokens to a prompt of ids, no other truncation than T.
+
+        Nobody else may use the server meanwhile. Raises UserError: the server is gone or refuses,
+        another answer than asked for, counters that are missing or moved by more than this answer.
+        """
+        before = self.counters(speculates)
+        began = time.perf_counter()
+        reply = self._json(self.kind.path, self.kind.body(prompt, tokens, temperature, seed))
+        seconds = time.perf_counter() - began
+        try:
+            ids = self.kind.ids(reply)
+        except (KeyError, IndexError, TypeError):
+            ids = None
+        if ids is None or len(ids) != tokens:
+            got = "no token ids" if ids is None else f"{len(ids)} tokens"
+            raise UserError(
+                f"server {self}: {got} in its answer where {tokens} were asked for; "
+                f"{self.kind.name} {self.kind.tested} is the version that was tested"
+            )
+        until = time.monotonic() + SETTLE
+        while True:  # counters are written after the answer was sent
+            counted = self.counters(speculates) - before
+            if counted.tokens >= tokens or time.monotonic() > until:
+                break
+            time.sleep(0.05)
+        if counted.tokens != tokens:
+            raise UserError(
+                f"server {self}: counted {counted.tokens} tokens for an answer of {tokens}; "
+                "let nobody else use it during the check"
+            )
+        return Answer(list(prompt), ids, seconds, counted)
+
+    def counters(self, speculates: bool = True) -> Counters:
+        page = self._get("/metrics")
+        return parse(page, self.kind.prefix, self.kind.tokens, speculates, f"server {self}")
+
+    def _json(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        try:
+            reply = json.loads(self._get(path, body))
+        except ValueError:
+            reply = None
+        if not isinstance(reply, dict):
+            raise UserError(f"server {self.url}: {path} is no JSON object; is it {self.kind.name}?")
+        return reply
+
+    def _get(self, path: str, body: dict[str, Any] | None = None) -> str:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.url + path, data, {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWER) as reply:
+                return reply.read().decode("utf-8", "replace")
+        except urllib.error.HTTPError as error:
+            said = " ".join(error.read().decode("utf-8", "replace").split())[:300]
+            raise UserError(f"server {self.url}: {path} says {error.code} ({said})") from None
+        except (OSError, ValueError) as error:  # URLError, time-outs, a reply cut short
+            if self.child is not None:
+                time.sleep(1)  # a dying process is not gone at once
+                self.child.check()
+            reason = getattr(error, "reason", error)
+            raise UserError(
+                f"server {self.url}: {path} gives no answer ({reason}); start it, or check the URL"
+            ) from None

@@ -262,6 +262,12 @@ def load_weights(drafter: Drafter, path: Path) -> None:
         stored = load_file(path)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: cannot be read ({error}); copy the checkpoint again") from None
+    fill(drafter, stored, path)
+
+
+def fill(drafter: Drafter, stored: dict[str, Tensor], path: Path) -> None:
+    """Puts tensors that were read from `path` into a drafter. Raises UserError unless they are
+    exactly those that its config asks for."""
     wanted = drafter.weights()
     remedy = "the file does not belong to config.json beside it; copy the checkpoint again"
     for name in sorted(wanted.keys() ^ stored.keys()):

@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 
 import reference
+import reference_eagle
+import reference_mtp
 import tiny
 import toys  # noqa: F401  (registers the toy families)
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter, Guesses, Policy
 from draftsmith.drafters.batch import Batch, batch_of
+from draftsmith.drafters.layers import BlockConfig
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.target import Target
 
@@ -30,6 +33,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "eagle": {"taps": [1, 4, "normed"], "draft_vocab": 40},
     "small": {"layers": [0, 2, 3]},
     "mtp chain": {"modules": 3},
+}
+REFERENCES = {
+    "eagle": reference_eagle.eagle_logits,
+    "eagle1": reference_mtp.eagle1_logits,
+    "mtp": reference_mtp.mtp_logits,
 }
 K = 4
 PLAIN = Sampler()
@@ -188,12 +196,26 @@ def test_unroll_equals_propose_at_other_lengths(name: str, k: int) -> None:
         {"norm_before_residual": True},
         {"head": "target"},
         {"head": "target", "draft_vocab": None},
+        {"fc_norm": True, "norm_output": True},
+        {"norm_before_fc": True},
+        {"norm_before_fc": True, "fc_norm": True, "norm_output": True},
     ],
     ids=str,
 )
 def test_eagle_variants(config: dict[str, Any]) -> None:
     """Faults: an option that one of the two views ignores, or reads differently from the paper."""
     made = drafter("eagle", "Qwen3", **config)
+    check_views(made)
+    check_reference(made, "Qwen3")
+
+
+@pytest.mark.parametrize("modules", [1, 3])
+def test_mtp_variants(modules: int) -> None:
+    """Faults: biases or norms of queries and keys that one view leaves out, the wrong way round, or
+    an embedding that only one of them zeroes."""
+    block = BlockConfig.like(tiny.target("Qwen3").config)
+    block = block.model_copy(update={"qkv_bias": True, "qk_norm": True, "intermediate_size": 24})
+    made = drafter("mtp", "Qwen3", modules=modules, block=block, zero_first=False)
     check_views(made)
     check_reference(made, "Qwen3")
 
@@ -256,7 +278,8 @@ def check_reference(made: Drafter, family: str) -> None:
             if made.family == "small":
                 law = reference.small_law(hf, text, anchor, depth)
             else:
-                law = reference.eagle_law(weights, config, hf, text, anchor, depth)
+                where = weights, config, hf, text, anchor, depth
+                law = reference.head_law(REFERENCES[made.family], *where)
             ours = made.vocab.spread(moment.law[depth]).double()
             torch.testing.assert_close(ours, law, atol=1e-4, rtol=0)
 
@@ -272,7 +295,7 @@ def kept_layers(hf: Any, layers: list[int]) -> Any:
 
 
 @every
-@pytest.mark.parametrize("name", ["eagle", "small", "ngram"])
+@pytest.mark.parametrize("name", ["eagle", "eagle1", "mtp", "mtp chain", "small", "ngram"])
 def test_propose_equals_reference(name: str, family: str) -> None:
     """Faults that both views share: a norm left out, a wrong RoPE, residual, feature or token."""
     check_reference(drafter(name, family), family)

@@ -21,25 +21,36 @@ def embedded(hf: Any, token: int) -> Tensor:
     return hf.get_input_embeddings()(torch.tensor(token)).double()
 
 
-@torch.no_grad()
-def eagle1_logits(
+def eagle1_state(
     weights: Mapping[str, Tensor],
     config: Mapping[str, Any],
     hf: Any,
     tokens: Sequence[int],
     anchor: int,
     depth: int,
-) -> tuple[Tensor, Tensor]:
-    """Logits for x_{anchor+2+depth}. Row t reads (normed state at t, x_{t+1}); past the anchor the
-    state is the row before's output. fc(embedding, state) is the layer's input without a norm."""
+    noise: float = 0.0,
+) -> Tensor:
+    """The normed state (H,) that is foretold for position anchor + 1 + depth.
+
+    Row t reads (normed state at t, x_{t+1}); past the anchor the state is the row before's output.
+    fc(embedding, state) is the layer's input without a norm. noise: added to the target's states.
+    """
     w, c = {name: t.double() for name, t in weights.items()}, config["block"]
-    states, keys, values = [*tapped(hf, tokens[: anchor + 1], ["normed"])], [], []
+    states, keys, values = [*(tapped(hf, tokens[: anchor + 1], ["normed"]) + noise)], [], []
     for t in range(anchor + depth + 1):
         x = w["fc.weight"] @ torch.cat([embedded(hf, tokens[t + 1]), states[t]])
         out = after_attention(w, c, x + attended(w, c, x, t, keys, values))
         if t >= anchor:
             states.append(out)
-    return unembedded(hf, states[-1])
+    return states[-1]
+
+
+@torch.no_grad()
+def eagle1_logits(
+    weights: Mapping[str, Tensor], config: Mapping[str, Any], hf: Any, *where: Any
+) -> tuple[Tensor, Tensor]:
+    """Logits for x_{anchor+2+depth}, where = tokens, anchor, depth; and their ids."""
+    return unembedded(hf, eagle1_state(weights, config, hf, *where))
 
 
 @torch.no_grad()

@@ -73,6 +73,9 @@ class Drafter(nn.Module, ABC):
     depth_causal: ClassVar[bool] = True  # depth j does not depend on k
     rows_shared: ClassVar[bool] = False  # one row serves every (a, j) with the same a + j
     trees: ClassVar[bool] = False  # whether it can draft trees
+    predicts: ClassVar[Tap | None] = (
+        None  # whose value at x_{a+1+j} the hidden state of j foretells
+    )
     capturable: ClassVar[bool] = True  # extend and propose read nothing on the host
 
     def __init__(self, target: Target, config: Any) -> None:
@@ -182,7 +185,7 @@ def rows_of(states: Tensor, alignment: Alignment, batch: Batch) -> Unroll:
     return Unroll(states[exists], index, prev[exists], depth[exists], alignment.anchors)
 
 
-_BUILT_IN = ("ngram", "small", "eagle")
+_BUILT_IN = ("ngram", "small", "eagle", "eagle1", "mtp")
 _FAMILIES: dict[str, type[Drafter]] = {}
 
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from reference_eagle import eagle_logits
+from reference_heads import head_logits
 from reference_replay import alpha, expected_passes, moments, ratios, rounds
 
-__all__ = ["sampled", "target_laws", "small_law", "ngram_guess", "eagle_law"]
+__all__ = ["sampled", "target_laws", "small_law", "ngram_guess", "eagle_law", "head_law"]
 __all__ += ["alpha", "expected_passes", "moments", "ratios", "rounds"]  # of reference_replay
 
 Sampler = tuple[float, int, float]
@@ -72,5 +73,20 @@ def eagle_law(
 ) -> Tensor:
     """EAGLE-3's q for x_{anchor+2+depth}: the sampler acts on its own vocabulary."""
     logits, ids = eagle_logits(weights, config, hf, tokens, anchor, depth)
+    law = torch.zeros(hf.config.vocab_size, dtype=torch.float64)
+    return law.index_add(0, ids, sampled(logits, *sampler))
+
+
+def head_law(
+    weights: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    hf: Any,
+    tokens: Sequence[int],
+    anchor: int,
+    depth: int,
+    sampler: Sampler = PLAIN,
+) -> Tensor:
+    """The same of a Medusa or Hydra head."""
+    logits, ids = head_logits(weights, config, hf, tokens, anchor, depth)
     law = torch.zeros(hf.config.vocab_size, dtype=torch.float64)
     return law.index_add(0, ids, sampled(logits, *sampler))

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 import test_accept
 import test_contract as contract
 import test_target as target
+import test_trees
 import tiny
 import toys
-from draftsmith.drafters import batch, eagle, ngram, small
+from draftsmith.drafters import batch, eagle, heads, hydra, medusa, ngram, small
 from draftsmith.drafters.attention import Step
 from draftsmith.drafters.base import Drafter, Policy, family
 from draftsmith.drafters.causal_lm import CausalLM, TargetOutput
@@ -40,8 +41,9 @@ CLASSES: dict[str, type] = {
     "eagle": eagle.Eagle,
     "small": small.Small,
     "ngram": ngram.Ngram,
+    "medusa": medusa.Medusa,
+    "hydra": hydra.Hydra,
     "toy-block": toys.ToyBlock,
-    "toy-medusa": toys.ToyMedusa,
 }
 
 
@@ -58,6 +60,10 @@ def known(name: str) -> None:
 
 def future(name: str, what: str) -> None:
     contract.check_future(contract.drafter(name), what)
+
+
+def tree() -> None:
+    test_trees.check_tree(contract.drafter("hydra"), test_trees.UNEVEN)
 
 
 def draws(name: str) -> None:
@@ -256,6 +262,62 @@ def features_from_the_future(name: str, patch: Patch) -> None:
     patch.setattr(CLASSES[name], "unroll", wrong)
 
 
+def state_before_the_norm(patch: Patch) -> None:
+    """Tap "normed" comes before the final norm."""
+
+    def wrong(self: CausalLM, *args: Any) -> TargetOutput:
+        out = forward(self, *args)
+        if "normed" in out.features:
+            out.features["normed"] = out.final
+        return out
+
+    forward = CausalLM.forward
+    patch.setattr(CausalLM, "forward", wrong)
+
+
+def next_head(patch: Patch) -> None:
+    """Depth j asks the lm_head of depth j + 1, in both views."""
+    head = heads.Heads._head
+    patch.setattr(heads.Heads, "_head", lambda self, j, x: head(self, (j + 1) % 3, x))
+
+
+def last_draft_unread(patch: Patch) -> None:
+    """Hydra's head j reads tokens one place back: the root twice, and not the draft before it."""
+
+    def wrong(self: Any, j: int, g: Tensor, line: Tensor) -> Tensor:
+        return state(self, j, g, torch.cat([line[..., :1], line[..., :-1]], dim=-1))
+
+    state = hydra.Hydra._state
+    patch.setattr(hydra.Hydra, "_state", wrong)
+
+
+def when_served(fault: Callable[[Patch], None], patch: Patch) -> None:
+    """The fault is there in propose only; training has it right."""
+
+    def wrong(*args: Any) -> Any:
+        with Patch.context() as within:
+            fault(within)
+            return propose(*args)
+
+    propose = heads.Heads.propose
+    patch.setattr(heads.Heads, "propose", wrong)
+
+
+def line_of_another_node(patch: Patch) -> None:
+    """In a tree, the path above a node is taken from the first node of the depth before."""
+
+    def wrong(*args: Any) -> Any:
+        *rest, forward = args
+
+        def first(tokens: Tensor, parent: Tensor, seen: Tensor) -> Tensor:
+            return forward(tokens, parent.amin(1, keepdim=True).expand_as(parent), seen)
+
+        return grow(*rest, first)
+
+    grow = heads.grow
+    patch.setattr(heads, "grow", wrong)
+
+
 Extend = Callable[..., None]
 
 
@@ -359,7 +421,7 @@ FAULTS: list[tuple[Callable[[Patch], None], Check]] = [
     (deep_eagle_sees_next_pair, partial(future, "eagle", "features")),
     *(
         (partial(features_from_the_future, name), check)
-        for name in ("eagle", "toy-block", "toy-medusa")
+        for name in ("eagle", "medusa", "hydra", "toy-block")
         for check in (partial(views, name), partial(future, name, "features"))
     ),
     *((partial(last_token_forgotten, name), partial(views, name)) for name in CLASSES),
@@ -367,7 +429,15 @@ FAULTS: list[tuple[Callable[[Patch], None], Check]] = [
     (first_draft_unseen, partial(counts, "small")),
     (nothing_subtracted, residual),
     (ids_unmapped, partial(draws, "eagle")),
-    (ids_unmapped, partial(draws, "toy-medusa")),
+    (ids_unmapped, partial(draws, "medusa")),
+    *((state_before_the_norm, partial(known, name)) for name in ("medusa", "hydra")),
+    *((next_head, partial(known, name)) for name in ("medusa", "hydra")),
+    *((partial(when_served, next_head), partial(views, name)) for name in ("medusa", "hydra")),
+    (last_draft_unread, partial(known, "hydra")),
+    (partial(when_served, last_draft_unread), partial(views, "hydra")),
+    (line_of_another_node, tree),
+    (position_one_late, partial(views, "hydra")),
+    (position_one_late, partial(future, "hydra", "tokens")),
 ]
 
 

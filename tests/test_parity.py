@@ -42,7 +42,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "small": {"layers": [0, 1, 3]},
     "eagle": {"taps": [1, 2, 3], "draft_vocab": 10},
     "toy-block": {},
-    "toy-medusa": {"first": 2},
+    "medusa": {"heads": 3, "draft_vocab": 10},
+    "hydra": {"heads": 3},
 }
 
 
@@ -90,7 +91,7 @@ def drafter_for(name: str, family_name: str) -> Drafter:
                 if weight.requires_grad:
                     weight += 0.02 * torch.randn_like(weight)
     elif name != "ngram":
-        fit(made)
+        fit(made, 80 if name == "hydra" else 40)
     return made.eval()
 
 
@@ -183,7 +184,7 @@ def test_guesses_are_equal_at_any_temperature(family_name: str, sampler: Sampler
     assert out == [] and parity.holds and not parity.ties, parity.report()
 
 
-@pytest.mark.parametrize("name", ["toy-block", "toy-medusa"])
+@pytest.mark.parametrize("name", ["toy-block", "medusa", "hydra"])
 @pytest.mark.parametrize("k", [2, 4])
 def test_greedy_counts_of_other_shapes(name: str, k: int) -> None:
     """Depths that depend on k; fewer heads than k asks for."""
@@ -201,7 +202,8 @@ def test_greedy_counts_of_other_shapes(name: str, k: int) -> None:
         ("small", "Qwen3", PLAIN, 1),
         ("small", "Gemma3", PLAIN, 3),
         ("toy-block", "Llama", PLAIN, 3),
-        ("toy-medusa", "Llama", PLAIN, 3),
+        ("medusa", "Llama", PLAIN, 3),
+        ("hydra", "Qwen3", CUT, 3),
     ],
 )
 def test_sampled_counts_agree(name: str, family_name: str, sampler: Sampler, k: int) -> None:

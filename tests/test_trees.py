@@ -34,7 +34,7 @@ from draftsmith.eval.walk import walk
 from exact import chi_square
 
 GREEDY, PLAIN, WARM = Sampler(0.0), Sampler(1.0), Sampler(0.8, top_k=8, top_p=0.95)
-ABLE = ("eagle", "toy-block", "toy-medusa")  # families that draft trees
+ABLE = ("eagle", "medusa", "hydra", "toy-block")  # families that draft trees
 UNEVEN = StaticTree(((0,), (1,), (2,), (0, 0), (0, 2), (2, 1), (0, 0, 0), (2, 1, 0), (2, 1, 3)))
 DRAWN = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 1, 0)), drawn=True)
 SHAPES = [Tree(3, budget=7, branch=3), Tree(3, budget=12, branch=12), UNEVEN]
@@ -69,11 +69,11 @@ def test_no_tree(make: Callable[[], Policy], words: str) -> None:
         ("ngram", SHAPES[0], "tree of 7, k=3, branch 3: a ngram drafter drafts chains only"),
         ("small", UNEVEN, "static tree of 9, k=3: a small drafter drafts chains only; give k"),
         (
-            "toy-medusa",
+            "medusa",
             Tree(4, budget=9),
             "tree of 9, k=4, branch 10: deeper than this drafter's 3",
         ),
-        ("toy-medusa", StaticTree(((0,), (47,))), "rank 47 of 30 draft tokens; use less"),
+        ("medusa", StaticTree(((0,), (47,))), "rank 47 of 30 draft tokens; use less"),
     ],
 )
 def test_a_tree_that_the_drafter_cannot_draft(name: str, policy: Policy, words: str) -> None:
@@ -390,7 +390,13 @@ def check_greedy(made: Drafter, family: str, policy: Policy, count: int = 5) -> 
 @pytest.mark.parametrize("policy", SHAPES, ids=str)
 @pytest.mark.parametrize(
     ("name", "family"),
-    [("eagle", "Llama"), ("eagle", "Gemma3"), ("toy-block", "Llama"), ("toy-medusa", "Llama")],
+    [
+        ("eagle", "Llama"),
+        ("eagle", "Gemma3"),
+        ("toy-block", "Llama"),
+        ("medusa", "Llama"),
+        ("hydra", "Llama"),
+    ],
 )
 def test_greedy_trees_equal_generate(name: str, family: str, policy: Policy) -> None:
     made = parity.drafter_for(name, family)
@@ -519,8 +525,10 @@ def trees_agree(made: Drafter, sampler: Sampler, policy: Policy) -> tuple[list[T
         *(("eagle", sampler, policy) for sampler in (GREEDY, WARM) for policy in SHAPES),
         ("toy-block", GREEDY, SHAPES[0]),
         ("toy-block", WARM, UNEVEN),
-        ("toy-medusa", GREEDY, UNEVEN),
-        ("toy-medusa", WARM, SHAPES[1]),
+        ("medusa", GREEDY, UNEVEN),
+        ("medusa", WARM, SHAPES[1]),
+        ("hydra", GREEDY, SHAPES[0]),
+        ("hydra", WARM, UNEVEN),
     ],
     ids=str,
 )

@@ -72,6 +72,7 @@ class Drafter(nn.Module, ABC):
     deterministic: ClassVar[bool] = False  # a point mass given the state, at any temperature
     depth_causal: ClassVar[bool] = True  # depth j does not depend on k
     rows_shared: ClassVar[bool] = False  # one row serves every (a, j) with the same a + j
+    depths_apart: ClassVar[bool] = False  # each depth has weights of its own, `longest` of them
     trees: ClassVar[bool] = False  # whether it can draft trees
     predicts: ClassVar[Tap | None] = (
         None  # whose value at x_{a+1+j} the hidden state of j foretells
@@ -185,7 +186,7 @@ def rows_of(states: Tensor, alignment: Alignment, batch: Batch) -> Unroll:
     return Unroll(states[exists], index, prev[exists], depth[exists], alignment.anchors)
 
 
-_BUILT_IN = ("ngram", "small", "eagle", "eagle1", "mtp")
+_BUILT_IN = ("ngram", "small", "medusa", "hydra", "eagle", "eagle1", "mtp")
 _FAMILIES: dict[str, type[Drafter]] = {}
 
 

@@ -1,7 +1,7 @@
 """Speed and memory of EAGLE-3's training step against speculators 0.9's Eagle3, on a CPU.
 
     pip install --no-deps speculators==0.9.0      (beside draftsmith; nothing else of it is needed)
-    python benchmarks/step.py [--small]
+    python benchmarks/step.py [--small] [--memory]
 
 One step is features in, gradients of the head out: fusing, K training-time-test depths, the
 target's head on its final states, KL with its gradients. Same weights, same inputs, same frozen
@@ -48,7 +48,8 @@ SIZES = [  # (T, K, V, share of positions learned from)
 ]  # fmt: skip
 SMALL = [(64, 3, 2048, 1.0), (64, 7, 2048, SHARE)]
 LONGEST_TIMED = 1024  # rows longer than this are only weighed: a step takes minutes
-REPEATS = 5
+REPEATS = 3
+LIMIT = 16 << 30  # bytes that one side may take
 
 Step = Callable[[], float]
 
@@ -222,30 +223,25 @@ def peak(side: str, T: int, K: int, V: int, share: float) -> float:
     """MiB by which one step raises this process's peak above weights and inputs."""
     drafter, batch = head(V), inputs(T, V, share)
     step = ours(drafter, batch, K) if side == "ours" else theirs(drafter, batch, K)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (LIMIT, LIMIT))  # an error here, not another's end
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     step()
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 
 
-def weighed(*size: float) -> dict[str, Any]:
-    """Peaks of both sides; None where the machine's memory did not suffice."""
-    out: dict[str, float | None] = {}
-    for side in ("ours", "theirs"):
-        words = [sys.executable, __file__, "--peak", side, *map(str, size)]
-        done = subprocess.run(words, capture_output=True, text=True)
-        if done.returncode not in (0, -9):
-            raise RuntimeError(done.stderr)
-        out[side] = json.loads(done.stdout) if done.returncode == 0 else None
-    return {"peak_mib": out}
-
-
-def run(T: int, K: int, V: int, share: float) -> dict[str, Any]:
+def weighed(T: int, K: int, V: int, share: float) -> dict[str, Any]:
+    """Peaks of both sides, after they were compared; None where LIMIT did not suffice."""
     gap = difference(min(T, 256), K, min(V, 49152))
     if gap > 1e-4:
         raise RuntimeError(f"T={T} K={K} V={V}: the two sides differ by {gap:.1e}")
-    times = timed(T, K, V, share) if T <= LONGEST_TIMED else {}
-    found = {"T": T, "K": K, "V": V, "share": share, "difference": gap}
-    return found | times | weighed(T, K, V, share)
+    out: dict[str, float | None] = {}
+    for side in ("ours", "theirs"):
+        words = [sys.executable, __file__, "--peak", side, *map(str, (T, K, V, share))]
+        done = subprocess.run(words, capture_output=True, text=True)
+        if done.returncode and "can't allocate memory" not in done.stderr:
+            raise RuntimeError(done.stderr)
+        out[side] = None if done.returncode else json.loads(done.stdout)
+    return {"difference": gap, "peak_mib": out, "limit_mib": LIMIT >> 20}
 
 
 def row(f: dict[str, Any]) -> list[str]:
@@ -255,14 +251,15 @@ def row(f: dict[str, Any]) -> list[str]:
         str(f["T"]), str(f["K"]), f"{f['V']:,}", f"{f['share']:.0%}", f"{f['difference']:.0e}",
         *([f"{speed['ours']:.0f}", f"{speed['theirs']:.0f}", f"{f['ratio']:.2f}x"]
           if speed else ["-"] * 3),
-        f"{ours_mib:.0f}", "out of memory" if theirs_mib is None else f"{theirs_mib:.0f}",
-        f"{ours_mib / theirs_mib:.2f}" if theirs_mib else "-",
+        f"{ours_mib:.0f}", f"> {f['limit_mib']}" if theirs_mib is None else f"{theirs_mib:.0f}",
+        f"{ours_mib / theirs_mib:.2f}" if theirs_mib else f"< {ours_mib / f['limit_mib']:.2f}",
     ]  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="tiny sizes, to try the script")
+    parser.add_argument("--memory", action="store_true", help="no timing: other jobs may run")
     parser.add_argument("--peak", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -270,10 +267,15 @@ def main() -> None:
         side, T, K, V, share = arguments.peak
         print(json.dumps(peak(side, int(T), int(K), int(V), float(share))))
         return
-    found = [
-        cell(HERE / "step" / f"T{T}-K{K}-V{V}-{s:g}.json", lambda z=(T, K, V, s): run(*z), 0)
-        for T, K, V, s in (SMALL if arguments.small else SIZES)
-    ]
+    sizes = SMALL if arguments.small else SIZES
+    found = []
+    for size in sizes:
+        name = "T{}-K{}-V{}-{:g}".format(*size)
+        of = {"T": size[0], "K": size[1], "V": size[2], "share": size[3]}
+        of |= cell(HERE / "step" / f"{name}-memory.json", lambda z=size: weighed(*z))
+        if size[0] <= LONGEST_TIMED and not arguments.memory:
+            of |= cell(HERE / "step" / f"{name}-time.json", lambda z=size: timed(*z))
+        found.append(of)
     head_row = [
         "T", "K", "V", "learned from", "largest difference", "tokens/s, ours", "speculators",
         "ratio", "peak MiB, ours", "speculators", "ratio",
@@ -283,8 +285,9 @@ def main() -> None:
         f"Hidden size {H}, one core, fp32; KL, full draft vocabulary, frozen output head; "
         f"draftsmith with {CHUNK} rows alive. tokens/s counts positions learned from. The "
         "difference is the largest of loss and gradients, relative, at T <= 256 and V <= 49,152 "
-        "with every position learned from. Peaks are above weights and inputs. Made by "
-        "`benchmarks/step.py`; one JSON a row.\n\n" + markdown(head_row, [row(f) for f in found])
+        "with every position learned from. Peaks are above weights and inputs; > N: did not "
+        "fit into N MiB. Made by "
+        "`benchmarks/step.py`; JSON beside it.\n\n" + markdown(head_row, [row(f) for f in found])
     )
     (HERE / "step.md").write_text(text)
     print(text)

@@ -32,13 +32,15 @@ class Step:
     """What one forward sees.
 
     positions (B, T) of the queries; key_positions (B, S); visible (B, T, S) bool, before the
-    model's own mask functions are joined in. slab None: teacher forcing, S = T.
+    model's own mask functions are joined in. slab None: teacher forcing, S = T. slots (B, T):
+    where the slab takes the queries' own keys.
     """
 
     positions: Tensor
     key_positions: Tensor
     visible: Tensor
     slab: Slab | ChainCache | RowCache | None = None
+    slots: Tensor | None = None
 
     @property
     def view(self) -> int:
@@ -54,10 +56,11 @@ def packed_step(position: Tensor, segment: Tensor) -> Step:
 def chain_step(slab: Slab | ChainCache, width: int) -> Step:
     """`width` tokens after each row's committed ones, each seeing those before it."""
     device = slab.length.device
-    slots = torch.arange(slab.view(width), device=device)
+    keys = torch.arange(slab.view(width), device=device)
     positions = slab.length.unsqueeze(1) + torch.arange(width, device=device)  # (B, W)
-    visible = slots <= positions.unsqueeze(2)  # (B, W, S)
-    return Step(positions, slots.expand(positions.shape[0], -1), visible, slab)
+    visible = keys <= positions.unsqueeze(2)  # (B, W, S)
+    slots = slab.slots(width) if isinstance(slab, Slab) else None
+    return Step(positions, keys.expand(positions.shape[0], -1), visible, slab, slots)
 
 
 def tree_step(slab: Slab, depth: Tensor, ancestors: Tensor) -> Step:
@@ -69,10 +72,10 @@ def tree_step(slab: Slab, depth: Tensor, ancestors: Tensor) -> Step:
     view = slab.view(N)
     base = slab.length.unsqueeze(1)
     node, visible = tree_seen(slab.length, ancestors, view)
-    slots = torch.arange(view, device=depth.device)  # (S,)
+    keys = torch.arange(view, device=depth.device)  # (S,)
     key_depth = depth.gather(1, node.clamp(0, N - 1))
-    key_positions = torch.where((node >= 0) & (node < N), base + key_depth, slots)
-    return Step(base + depth, key_positions, visible, slab)
+    key_positions = torch.where((node >= 0) & (node < N), base + key_depth, keys)
+    return Step(base + depth, key_positions, visible, slab, slab.slots(N))
 
 
 def tree_seen(start: Tensor, seen: Tensor, view: int) -> tuple[Tensor, Tensor]:
@@ -121,8 +124,11 @@ def _current() -> Step:
     return _step
 
 
-def _mask(*args: Any, mask_function: Callable, **kwargs: Any) -> Tensor:
-    """(B, 1, T, S) bool: HF's mask function on positions, joined with what the step allows."""
+def _mask(*args: Any, mask_function: Callable, dtype: torch.dtype, **kwargs: Any) -> Tensor:
+    """(B, 1, T, S), 0 or -inf: HF's mask function on positions, joined with what the step allows.
+
+    Added to the scores rather than bool, which SDPA would turn into this once a layer.
+    """
     step = _current()
     B = step.positions.shape[0]
     device = step.positions.device
@@ -132,7 +138,8 @@ def _mask(*args: Any, mask_function: Callable, **kwargs: Any) -> Tensor:
     kv = step.key_positions[:, None, None, :]
     seen = mask_function(b, head, q, kv) & step.visible.unsqueeze(1)
     # An ended row may stand past the view, its window empty: a softmax over nothing is NaN.
-    return seen | ~seen.any(-1, keepdim=True)
+    hidden = ~seen & seen.any(-1, keepdim=True)
+    return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
 
 def _attention(
@@ -148,12 +155,12 @@ def _attention(
 ) -> tuple[Tensor, None]:
     step = _current()
     if isinstance(step.slab, Slab):
-        key, value = step.slab.write(module.layer_idx, key, value, step.view)
+        key, value = step.slab.write(module.layer_idx, key, value, step.view, step.slots)
     B, heads, T, D = query.shape
     if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
         query = _tempered(query, module, step.positions)
     groups = heads // key.shape[1]
-    mask = attention_mask
+    mask = attention_mask.to(query.dtype)  # which autocast may have lowered
     pack = groups > 1 and T <= _PACK and s_aux is None
     if pack:  # few queries: put the group into the query axis rather than repeat K and V
         query = query.reshape(B, key.shape[1], groups * T, D)
@@ -196,7 +203,7 @@ def _explicit(
     scores = (query @ key.transpose(-1, -2)).float() * scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~mask, float("-inf"))
+    scores = scores + mask
     if sinks is not None:
         sink = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], dim=-1)

@@ -72,7 +72,11 @@ class Drafter(nn.Module, ABC):
     deterministic: ClassVar[bool] = False  # a point mass given the state, at any temperature
     depth_causal: ClassVar[bool] = True  # depth j does not depend on k
     rows_shared: ClassVar[bool] = False  # one row serves every (a, j) with the same a + j
+    depths_apart: ClassVar[bool] = False  # each depth has weights of its own, `longest` of them
     trees: ClassVar[bool] = False  # whether it can draft trees
+    predicts: ClassVar[Tap | None] = (
+        None  # whose value at x_{a+1+j} the hidden state of j foretells
+    )
     capturable: ClassVar[bool] = True  # extend and propose read nothing on the host
 
     def __init__(self, target: Target, config: Any) -> None:
@@ -182,7 +186,7 @@ def rows_of(states: Tensor, alignment: Alignment, batch: Batch) -> Unroll:
     return Unroll(states[exists], index, prev[exists], depth[exists], alignment.anchors)
 
 
-_BUILT_IN = ("ngram", "small", "eagle")
+_BUILT_IN = ("ngram", "small", "medusa", "hydra", "eagle", "eagle1", "mtp")
 _FAMILIES: dict[str, type[Drafter]] = {}
 
 
@@ -262,6 +266,12 @@ def load_weights(drafter: Drafter, path: Path) -> None:
         stored = load_file(path)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: cannot be read ({error}); copy the checkpoint again") from None
+    fill(drafter, stored, path)
+
+
+def fill(drafter: Drafter, stored: dict[str, Tensor], path: Path) -> None:
+    """Puts tensors that were read from `path` into a drafter. Raises UserError unless they are
+    exactly those that its config asks for."""
     wanted = drafter.weights()
     remedy = "the file does not belong to config.json beside it; copy the checkpoint again"
     for name in sorted(wanted.keys() ^ stored.keys()):

@@ -55,15 +55,25 @@ class Slab:
         stores = [*self._keys.values(), *self._values.values()]
         return sum(t.shape[1] * t.shape[3] * t.element_size() for t in stores)
 
-    def write(self, layer: int, key: Tensor, value: Tensor, view: int) -> tuple[Tensor, Tensor]:
-        """Puts key, value (B, Hkv, W, D) at slots length.. and returns the first `view` slots."""
+    def slots(self, width: int) -> Tensor:
+        """Slots (B, W) of the next `width` tokens; padding may run past the end: clamped."""
+        slots = self.length.unsqueeze(1) + torch.arange(width, device=self.length.device)
+        return slots.clamp(max=self.capacity - 1)
+
+    def write(
+        self, layer: int, key: Tensor, value: Tensor, view: int, slots: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Puts key, value (B, Hkv, W, D) at slots length.. and returns the first `view` slots.
+
+        slots (B, W): `slots(W)`, from a caller who writes many layers and asks once.
+        """
         if layer not in self._keys:
             # Zeros, not empty: one NaN in a masked slot of V poisons the output (0 * NaN).
             for store, like in ((self._keys, key), (self._values, value)):
                 B, heads, _, dim = like.shape
                 store[layer] = like.new_zeros(B, heads, self.capacity, dim)
-        slots = self.length.unsqueeze(1) + torch.arange(key.shape[2], device=self.length.device)
-        slots = slots.clamp(max=self.capacity - 1)  # (B, W); padding may run past the end
+        if slots is None:
+            slots = self.slots(key.shape[2])
         for kept, new in ((self._keys[layer], key), (self._values[layer], value)):
             if len(slots) == 1:  # a third of the time that _put takes, twice a layer
                 kept.index_copy_(2, slots[0].to(kept.device), new)

@@ -173,8 +173,12 @@ class CausalLM(nn.Module):
 
     def head(self, final: Tensor) -> Tensor:
         """Logits (.., V) of pre-norm states (.., H): final norm, lm_head, scale and softcap."""
+        return self.unembed(self.norm(final))
+
+    def unembed(self, normed: Tensor) -> Tensor:
+        """Logits (.., V) of normed states (.., H)."""
         # A frozen bf16 lm_head may follow trained fp32 layers.
-        logits = self.lm_head(self.norm(final).to(self.lm_head.weight.dtype))
+        logits = self.lm_head(normed.to(self.lm_head.weight.dtype))
         # The three forms that HF's causal LMs use; the target's self-test catches any other.
         if scale := getattr(self.config, "logit_scale", None):  # Cohere
             logits = logits * scale

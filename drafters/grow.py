@@ -25,7 +25,8 @@ from draftsmith.drafters.vocab import VocabMap
 if TYPE_CHECKING:
     from draftsmith.drafters.base import Drafter
 
-# forward(tokens (B, W) target ids, parent (B, W), seen (B, W, F)) -> logits (B, W, Vd).
+# forward(tokens (B, W) target ids, parent (B, W), seen (B, W, F)) -> logits (B, W, Vd), asked once
+# a depth, from the root's on.
 # "Fed" nodes are those that forward was given so far, the root first, then as they came: parent
 # numbers them (0 for the root, which has none), and seen[.., f] = fed node f is the new node itself
 # or above it. F counts the new ones.

@@ -27,6 +27,8 @@ class BlockConfig(BaseModel):
     rms_norm_eps: float
     rope_theta: float
     max_positions: int
+    qkv_bias: bool = False  # Qwen2 and MiMo
+    qk_norm: bool = False  # queries and keys are normed head by head: Qwen3 and GLM-4.5
 
     @classmethod
     def like(cls, config: Any) -> BlockConfig:
@@ -91,19 +93,24 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
-        self.q_proj = nn.Linear(input_size, self.heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(input_size, self.kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(input_size, self.kv_heads * self.head_dim, bias=False)
+        bias = config.qkv_bias
+        self.q_proj = nn.Linear(input_size, self.heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(input_size, self.kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(input_size, self.kv_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.rope = Rope(self.head_dim, config.rope_theta)
 
     def queries(self, x: Tensor, positions: Tensor) -> Tensor:
         """(B, heads, T, D) of x (B, T, input_size), rotated to positions (B, T)."""
-        return self.rope(self._split(self.q_proj(x), self.heads), positions)
+        query = self._split(self.q_proj(x), self.heads)
+        return self.rope(query if self.q_norm is None else self.q_norm(query), positions)
 
     def keys(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Keys, rotated, and values (B, kv_heads, T, D)."""
-        key = self.rope(self._split(self.k_proj(x), self.kv_heads), positions)
+        key = self._split(self.k_proj(x), self.kv_heads)
+        key = self.rope(key if self.k_norm is None else self.k_norm(key), positions)
         return key, self._split(self.v_proj(x), self.kv_heads)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:

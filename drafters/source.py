@@ -91,6 +91,18 @@ def resolve(spec: str, weights: bool = True) -> Source:
     return _from_hub(spec, weights)
 
 
+def gguf_file(spec: str) -> Path | None:
+    """The GGUF that `spec` names; None where it names a folder or a hub id.
+
+    Raises UserError for a package that is not installed or has no such file.
+    """
+    text = ALIASES.get(spec, spec)
+    if text.startswith("package:"):
+        return _in_package(spec, text.removeprefix("package:"))
+    path = Path(os.path.abspath(os.path.expanduser(text)))
+    return path if text.lower().endswith(".gguf") and path.is_file() else None
+
+
 def _error(spec: str, text: str) -> UserError:
     return UserError(f"model {spec!r}: {text}")
 

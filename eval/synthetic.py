@@ -134,7 +134,7 @@ CoinDecoder.rounds_type = _CoinRounds
 
 def _tossed(rounds: Rounds, ruled: Accepted, alpha: float) -> Accepted:
     """What the rule found, with the number of accepted drafts replaced by the coins'."""
-    depth, above = rounds.shape  # (B, N), (B, N, N)
+    depth = rounds.depth  # (B, N)
     N = depth.shape[1]
     node = torch.arange(N, device=depth.device)
     valid = node < rounds.proposal.length.unsqueeze(1)
@@ -146,7 +146,7 @@ def _tossed(rounds: Rounds, ruled: Accepted, alpha: float) -> Accepted:
     count = torch.minimum(leading(coins), longest.squeeze(1))
     if ruled.path is None:
         return Accepted(count, ruled.token)
-    line = above.gather(1, deepest.view(-1, 1, 1).expand(-1, 1, N)).squeeze(1)  # (B, N)
+    line = rounds.ancestors.gather(1, deepest.view(-1, 1, 1).expand(-1, 1, N)).squeeze(1)  # (B, N)
     at = torch.where(line & (depth <= count.unsqueeze(1)), depth, N)
     path = torch.zeros_like(depth[:, :1]).expand(-1, N + 1).contiguous()
     path.scatter_(1, at, node.expand_as(at))

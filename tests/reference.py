@@ -7,7 +7,7 @@ HF causal LM in float64 (its own norms still compute in fp32, so expect about 1e
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from torch import Tensor
 from reference_eagle import eagle_logits
 from reference_replay import alpha, expected_passes, moments, ratios, rounds
 
-__all__ = ["sampled", "target_laws", "small_law", "ngram_guess", "eagle_law"]
+__all__ = ["sampled", "target_laws", "small_law", "ngram_guess"]
+__all__ += ["head_law", "eagle_law"]
 __all__ += ["alpha", "expected_passes", "moments", "ratios", "rounds"]  # of reference_replay
 
 Sampler = tuple[float, int, float]
@@ -61,6 +62,14 @@ def ngram_guess(tokens: Sequence[int], anchor: int, max_n: int, min_n: int, k: i
     return []
 
 
+def head_law(logits_of: Callable, *where: Any, sampler: Sampler = PLAIN) -> Tensor:
+    """q of a head whose logits are a reference's, over its own vocabulary: where as it takes."""
+    logits, ids = logits_of(*where)
+    hf = where[2]
+    law = torch.zeros(hf.config.vocab_size, dtype=torch.float64)
+    return law.index_add(0, ids, sampled(logits, *sampler))
+
+
 def eagle_law(
     weights: Mapping[str, Tensor],
     config: Mapping[str, Any],
@@ -71,6 +80,5 @@ def eagle_law(
     sampler: Sampler = PLAIN,
 ) -> Tensor:
     """EAGLE-3's q for x_{anchor+2+depth}: the sampler acts on its own vocabulary."""
-    logits, ids = eagle_logits(weights, config, hf, tokens, anchor, depth)
-    law = torch.zeros(hf.config.vocab_size, dtype=torch.float64)
-    return law.index_add(0, ids, sampled(logits, *sampler))
+    where = weights, config, hf, tokens, anchor, depth
+    return head_law(eagle_logits, *where, sampler=sampler)

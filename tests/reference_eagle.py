@@ -1,7 +1,7 @@
 """EAGLE-3 in the independent reference: one decoder layer, row after row, in float64.
 
 weights are the drafter's tensors by name (draft_ids among them when its vocabulary is reduced),
-config its settings as a mapping: taps, head, norm_before_residual and block, the layer's shape.
+config its settings as a mapping: taps, head, the norm flags and block, the layer's shape.
 """
 
 import math
@@ -39,6 +39,40 @@ def rotate(heads: Tensor, position: int, theta: float) -> Tensor:
     return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
 
 
+def attended(
+    w: Mapping[str, Tensor],
+    c: Mapping[str, Any],
+    x: Tensor,
+    position: int,
+    keys: list[Tensor],
+    values: list[Tensor],
+) -> Tensor:
+    """Attention of one row over the rows before it and itself, whose key and value it appends."""
+
+    def heads(name: str) -> Tensor:
+        out = w[f"self_attn.{name}_proj.weight"] @ x
+        out = out + w.get(f"self_attn.{name}_proj.bias", torch.zeros(1).double())
+        out = out.view(-1, c["head_dim"])
+        norm = w.get(f"self_attn.{name}_norm.weight")
+        return out if norm is None else torch.stack([rms(h, norm, c["rms_norm_eps"]) for h in out])
+
+    keys.append(rotate(heads("k"), position, c["rope_theta"]))
+    values.append(heads("v"))
+    query, mixed = rotate(heads("q"), position, c["rope_theta"]), []
+    for h in range(c["num_heads"]):
+        group = h * c["num_kv_heads"] // c["num_heads"]
+        scores = torch.stack([query[h] @ key[group] for key in keys]) / math.sqrt(c["head_dim"])
+        mixed.append(scores.softmax(0) @ torch.stack([value[group] for value in values]))
+    return w["self_attn.o_proj.weight"] @ torch.cat(mixed)
+
+
+def after_attention(w: Mapping[str, Tensor], c: Mapping[str, Any], middle: Tensor) -> Tensor:
+    """The layer's output: its MLP added to what attention left."""
+    y = rms(middle, w["post_attention_layernorm.weight"], c["rms_norm_eps"])
+    gate = torch.nn.functional.silu(w["mlp.gate_proj.weight"] @ y)
+    return middle + w["mlp.down_proj.weight"] @ (gate * (w["mlp.up_proj.weight"] @ y))
+
+
 @torch.no_grad()
 def eagle_logits(
     weights: Mapping[str, Tensor],
@@ -51,29 +85,29 @@ def eagle_logits(
     """Logits for x_{anchor+2+depth} over the draft vocabulary, and its target ids.
 
     Row t stands at RoPE position t and sees the rows up to t. Up to the anchor it reads the pair
-    (g_t, x_{t+1}); past it, x_{t+1} and the row before's own output, which is not normed.
+    (g_t, x_{t+1}); past it, x_{t+1} and the row before's own output: before the final norm, or
+    after it where norm_output says so (EAGLE-3.1).
     """
     w, c = {name: t.double() for name, t in weights.items()}, config["block"]
-    eps, theta, size = c["rms_norm_eps"], c["rope_theta"], c["head_dim"]
-    features, keys, values = tapped(hf, tokens[: anchor + 1], config["taps"]), [], []
+    eps, taps = c["rms_norm_eps"], config["taps"]
+    features, keys, values = tapped(hf, tokens[: anchor + 1], taps), [], []
     out = torch.empty(0)  # of the row before
     for t in range(anchor + depth + 1):
-        state = w["fc.weight"] @ features[t] if t <= anchor else out
+        if t <= anchor:
+            g = features[t]
+            if config.get("norm_before_fc"):
+                g = rms(g, w["input_norm.weight"], eps)
+            if config.get("fc_norm"):
+                parts = g.view(len(taps), -1)
+                g = torch.cat([rms(p, w[f"fc_norm.{i}.weight"], eps) for i, p in enumerate(parts)])
+            state = w["fc.weight"] @ g
+        else:
+            state = rms(out, w["norm.weight"], eps) if config.get("norm_output") else out
         embedded = hf.get_input_embeddings()(torch.tensor(tokens[t + 1])).double()
         normed = rms(state, w["hidden_norm.weight"], eps)
         x = torch.cat([rms(embedded, w["input_layernorm.weight"], eps), normed])
-        keys.append(rotate((w["self_attn.k_proj.weight"] @ x).view(-1, size), t, theta))
-        values.append((w["self_attn.v_proj.weight"] @ x).view(-1, size))
-        query, mixed = rotate((w["self_attn.q_proj.weight"] @ x).view(-1, size), t, theta), []
-        for h in range(c["num_heads"]):
-            group = h * c["num_kv_heads"] // c["num_heads"]
-            scores = torch.stack([query[h] @ key[group] for key in keys]) / math.sqrt(size)
-            mixed.append(scores.softmax(0) @ torch.stack([value[group] for value in values]))
         residual = normed if config["norm_before_residual"] else state
-        middle = residual + w["self_attn.o_proj.weight"] @ torch.cat(mixed)
-        y = rms(middle, w["post_attention_layernorm.weight"], eps)
-        gate = torch.nn.functional.silu(w["mlp.gate_proj.weight"] @ y)
-        out = middle + w["mlp.down_proj.weight"] @ (gate * (w["mlp.up_proj.weight"] @ y))
+        out = after_attention(w, c, residual + attended(w, c, x, t, keys, values))
     head = hf.get_output_embeddings().weight.double()
     ids = weights.get("draft_ids", torch.arange(len(head)))
     rows = w["lm_head.weight"] if config["head"] == "own" else head[ids]

@@ -15,19 +15,29 @@ import torch
 from torch import Tensor
 
 import reference
+import reference_eagle
+import reference_mtp
 import tiny
 import toys  # noqa: F401  (registers the toy families)
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter, Guesses, Policy
 from draftsmith.drafters.batch import Batch, batch_of
+from draftsmith.drafters.layers import BlockConfig
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.target import Target
 
-DRAFTERS = ("eagle", "small", "ngram", "toy-block", "toy-medusa")
+# "mtp" is the recursive module, "mtp chain" one for each depth.
+DRAFTERS = ("eagle", "eagle1", "mtp", "mtp chain", "small", "ngram", "toy-block", "toy-medusa")
 LAWFUL = tuple(name for name in DRAFTERS if name != "ngram")
 CONFIGS: dict[str, dict[str, Any]] = {
     "eagle": {"taps": [1, 4, "normed"], "draft_vocab": 40},
     "small": {"layers": [0, 2, 3]},
+    "mtp chain": {"modules": 3},
+}
+REFERENCES = {
+    "eagle": reference_eagle.eagle_logits,
+    "eagle1": reference_mtp.eagle1_logits,
+    "mtp": reference_mtp.mtp_logits,
 }
 K = 4
 PLAIN = Sampler()
@@ -36,7 +46,7 @@ every = pytest.mark.parametrize("family", tiny.FAMILIES)
 
 def drafter(name: str, family: str = "Llama", **config: Any) -> Drafter:
     """A drafter whose laws are peaked and depend on all that it reads."""
-    cls, of = base.family(name), tiny.target(family)
+    cls, of = base.family(name.split()[0]), tiny.target(family)
     counts = torch.arange(of.vocab_size) * 5 % 7  # kept ids are scattered
     made = cls.create(of, cls.Config(**{**CONFIGS.get(name, {}), **config}), counts).eval()
     return made if name == "small" else fill(made)
@@ -46,9 +56,10 @@ def drafter(name: str, family: str = "Llama", **config: Any) -> Drafter:
 def fill(made: Drafter, seed: int = 0) -> Drafter:
     """Large random weights; fresh heads are so flat that nothing would show."""
     generator = torch.Generator().manual_seed(seed)
+    size = 0.12 if made.family == "eagle1" else 0.35  # no norm holds its states at one size
     for parameter in made.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        parameter.copy_(0.35 * noise if parameter.dim() > 1 else 1 + 0.2 * noise)
+        parameter.copy_(size * noise if parameter.dim() > 1 else 1 + 0.2 * noise)
     return made
 
 
@@ -185,12 +196,26 @@ def test_unroll_equals_propose_at_other_lengths(name: str, k: int) -> None:
         {"norm_before_residual": True},
         {"head": "target"},
         {"head": "target", "draft_vocab": None},
+        {"fc_norm": True, "norm_output": True},
+        {"norm_before_fc": True},
+        {"norm_before_fc": True, "fc_norm": True, "norm_output": True},
     ],
     ids=str,
 )
 def test_eagle_variants(config: dict[str, Any]) -> None:
     """Faults: an option that one of the two views ignores, or reads differently from the paper."""
     made = drafter("eagle", "Qwen3", **config)
+    check_views(made)
+    check_reference(made, "Qwen3")
+
+
+@pytest.mark.parametrize("modules", [1, 3])
+def test_mtp_variants(modules: int) -> None:
+    """Faults: biases or norms of queries and keys that one view leaves out, the wrong way round, or
+    an embedding that only one of them zeroes."""
+    block = BlockConfig.like(tiny.target("Qwen3").config)
+    block = block.model_copy(update={"qkv_bias": True, "qk_norm": True, "intermediate_size": 24})
+    made = drafter("mtp", "Qwen3", modules=modules, block=block, zero_first=False)
     check_views(made)
     check_reference(made, "Qwen3")
 
@@ -253,7 +278,8 @@ def check_reference(made: Drafter, family: str) -> None:
             if made.family == "small":
                 law = reference.small_law(hf, text, anchor, depth)
             else:
-                law = reference.eagle_law(weights, config, hf, text, anchor, depth)
+                where = weights, config, hf, text, anchor, depth
+                law = reference.head_law(REFERENCES[made.family], *where)
             ours = made.vocab.spread(moment.law[depth]).double()
             torch.testing.assert_close(ours, law, atol=1e-4, rtol=0)
 
@@ -269,7 +295,7 @@ def kept_layers(hf: Any, layers: list[int]) -> Any:
 
 
 @every
-@pytest.mark.parametrize("name", ["eagle", "small", "ngram"])
+@pytest.mark.parametrize("name", ["eagle", "eagle1", "mtp", "mtp chain", "small", "ngram"])
 def test_propose_equals_reference(name: str, family: str) -> None:
     """Faults that both views share: a norm left out, a wrong RoPE, residual, feature or token."""
     check_reference(drafter(name, family), family)
@@ -392,7 +418,7 @@ def test_index_marks_what_exists(name: str) -> None:
     """Faults: depths across the end of a turn, sample or row; prev or depth of another row."""
     made, batch = drafter(name), turns()
     made.target.read(batch, made.taps)
-    deepest = 3 if name == "toy-medusa" else K
+    deepest = made.longest or K
     wanted = {cell for cell in expected_cells(batch, K) if cell[2] < deepest}
     assert len(wanted) > 15
     assert cells(made, batch).keys() == wanted

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 import reference
 import tiny
 from draftsmith.drafters import grow as grow_module
+from draftsmith.drafters.attention import Step
 from draftsmith.drafters.base import Drafter, Policy, family
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.grow import draw
@@ -147,14 +148,19 @@ def test_a_wrong_mask_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The identity has teeth: drafts that cannot see each other give another text."""
     from draftsmith.eval.decoder import round as round_module
 
-    def blind(parents: Tensor) -> tuple[Tensor, Tensor]:
-        depth, related = tree_shape(parents)
-        return depth, torch.eye(related.shape[1], dtype=torch.bool).expand_as(related)
+    def blind(slab: Any, width: int) -> Step:
+        step = chain_step(slab, width)
+        if not slab.length.any():  # the prompt
+            return step
+        committed = step.key_positions < slab.length.unsqueeze(1)  # (B, S)
+        own = step.key_positions.unsqueeze(1) == step.positions.unsqueeze(2)  # (B, W, S)
+        step.visible = committed.unsqueeze(1) | own
+        return step
 
-    tree_shape = round_module.tree_shape
+    chain_step = round_module.chain_step
     target = tiny.target("Llama", vocab=VOCAB)
     end_tokens(monkeypatch, target, [])
-    monkeypatch.setattr(round_module, "tree_shape", blind)
+    monkeypatch.setattr(round_module, "chain_step", blind)
     prompts = ragged(5)
     texts = Decoder(target, drafter_for("small", "Llama"), Policy(3)).generate(prompts, GREEDY, 20)
     known = [generated("Llama", tuple(prompt), 20) for prompt in prompts]

@@ -49,8 +49,8 @@ def test_nan_of_an_ended_row_would_show(monkeypatch: pytest.MonkeyPatch) -> None
     mask = attention._mask
 
     def empty(*args: object, **kwargs: object) -> torch.Tensor:
-        seen = mask(*args, **kwargs)  # type: ignore[arg-type]
-        return seen & ~seen.all(-1, keepdim=True)
+        added = mask(*args, **kwargs)  # type: ignore[arg-type]
+        return added.masked_fill((added == 0).all(-1, keepdim=True), float("-inf"))
 
     monkeypatch.setattr(attention, "_mask", empty)
     attention.AttentionMaskInterface.register(attention.NAME, empty)

@@ -23,7 +23,7 @@ import test_contract as contract
 import test_target as target
 import tiny
 import toys
-from draftsmith.drafters import batch, eagle, ngram, small
+from draftsmith.drafters import batch, eagle, eagle1, mtp, ngram, one_layer, small
 from draftsmith.drafters.attention import Step
 from draftsmith.drafters.base import Drafter, Policy, family
 from draftsmith.drafters.causal_lm import CausalLM, TargetOutput
@@ -38,6 +38,9 @@ from draftsmith.eval.replay import moments, tables
 Patch = pytest.MonkeyPatch
 CLASSES: dict[str, type] = {
     "eagle": eagle.Eagle,
+    "eagle1": eagle1.Eagle1,
+    "mtp": mtp.Mtp,
+    "mtp chain": mtp.Mtp,
     "small": small.Small,
     "ngram": ngram.Ngram,
     "toy-block": toys.ToyBlock,
@@ -52,8 +55,8 @@ def views(name: str) -> None:
     contract.check_views(contract.drafter(name))
 
 
-def known(name: str) -> None:
-    contract.check_reference(contract.drafter(name), "Llama")
+def known(name: str, **config: Any) -> None:
+    contract.check_reference(contract.drafter(name, **config), "Llama")
 
 
 def future(name: str, what: str) -> None:
@@ -211,34 +214,35 @@ def widened(mask: Tensor) -> Tensor:
     return mask | mask.roll(1, dims=-1)
 
 
-def eagle_sees_next_pair(patch: Patch) -> None:
-    """In unroll, depth 0 attends to g_{a+1} beside x_{a+2}."""
+def sees_next_pair(name: str, patch: Patch) -> None:
+    """In unroll, depth 0 (of a chain every depth) attends to g_{a+1} beside x_{a+2}."""
+    cls, module = CLASSES[name], mtp if name == "mtp chain" else one_layer
 
     def wrong(query: Tensor, *args: Any, attn_mask: Tensor) -> Tensor:
         mask = widened(attn_mask) if unrolling else attn_mask
         return F.scaled_dot_product_attention(query, *args, attn_mask=mask)
 
-    def noted(self: eagle.Eagle, *args: Any) -> Any:
+    def noted(self: Drafter, *args: Any) -> Any:
         unrolling.append(self)
         try:
             return unroll(self, *args)
         finally:
             unrolling.clear()
 
-    unroll, unrolling = eagle.Eagle.unroll, []
-    patch.setattr(eagle.Eagle, "unroll", noted)
+    unroll, unrolling = cls.unroll, []
+    patch.setattr(cls, "unroll", noted)
     fake = SimpleNamespace(**{**vars(F), "scaled_dot_product_attention": wrong})
-    patch.setattr(eagle, "F", fake)
+    patch.setattr(module, "F", fake)
 
 
-def deep_eagle_sees_next_pair(patch: Patch) -> None:
+def deep_row_sees_next_pair(patch: Patch) -> None:
     """In unroll, depths from 1 on attend to it."""
 
     def wrong(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, *own: Any) -> Tensor:
         return mixed(query, key, value, widened(seen), *own)
 
-    mixed = eagle.causal_and_diagonal
-    patch.setattr(eagle, "causal_and_diagonal", wrong)
+    mixed = one_layer.causal_and_diagonal
+    patch.setattr(one_layer, "causal_and_diagonal", wrong)
 
 
 def features_from_the_future(name: str, patch: Patch) -> None:
@@ -290,35 +294,109 @@ def last_token_forgotten(name: str, patch: Patch) -> None:
     after_a_proposal(patch, CLASSES[name], wrong)
 
 
-def draft_keys_kept(patch: Patch) -> None:
-    """Eagle keeps the keys it drafted with and never recomputes them from target features."""
+def draft_keys_kept(name: str, patch: Patch) -> None:
+    """The keys that were drafted with are kept, never recomputed from target features."""
 
     def wrong(extend: Extend) -> Extend:
-        def broken(self: Any, state: eagle.EagleState, *args: Any) -> None:
+        def broken(self: Any, state: Any, *args: Any) -> None:
             stores = (state.slab._keys, state.slab._values)
-            before = [store[0].clone() for store in stores]
+            before = [{i: t.clone() for i, t in store.items()} for store in stores]
             extend(self, state, *args)
             for store, old in zip(stores, before, strict=True):
-                store[0].copy_(old)
+                for i, kept in old.items():
+                    store[i].copy_(kept)
 
         return broken
 
-    after_a_proposal(patch, eagle.Eagle, wrong)
+    after_a_proposal(patch, CLASSES[name], wrong)
+
+
+def fed_back_as(name: str, change: Callable[[Any, Tensor], Tensor], patch: Patch) -> None:
+    """The next depth reads another state of the layer's output."""
+    fed_back = CLASSES[name].fed_back
+    wrong = lambda self, output: change(self, fed_back(self, output))  # noqa: E731
+    patch.setattr(CLASSES[name], "fed_back", wrong)
+
+
+def prenorm(self: mtp.Mtp, state: Tensor) -> Tensor:
+    """What the module's norm read, but for its size, which hnorm takes away."""
+    return state / self.layers[0].norm.weight
+
+
+def renormed(self: eagle1.Eagle1, state: Tensor) -> Tensor:
+    return F.rms_norm(state, state.shape[-1:])
+
+
+def no_norm_flag(patch: Patch) -> None:
+    """EAGLE-3.1's norm of what is fed back is read and forgotten."""
+    patch.setattr(eagle.Eagle, "fed_back", lambda self, output: output)
+
+
+def input_normed(patch: Patch) -> None:
+    """EAGLE-1's layer norms what it reads, as any other decoder layer does."""
+
+    def wrong(self: eagle1.Eagle1, *args: Any) -> tuple[Tensor, Tensor]:
+        x, residual = inputs(self, *args)
+        return F.rms_norm(x, x.shape[-1:]), residual
+
+    inputs = eagle1.Eagle1.inputs
+    patch.setattr(eagle1.Eagle1, "inputs", wrong)
+
+
+def halves_swapped(patch: Patch) -> None:
+    """eh_proj takes the state first, as MiMo's checkpoints have it."""
+
+    def wrong(self: mtp.MtpModule, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        joined = self.eh_proj(torch.cat([self.hnorm(state), self.enorm(embedded)], dim=-1))
+        return self.input_layernorm(joined), joined
+
+    patch.setattr(mtp.MtpModule, "inputs", wrong)
+
+
+def second_embedding_zeroed(patch: Patch) -> None:
+    """Positions counted from 1: the wrong row's embedding is zero."""
+
+    def wrong(self: mtp.Mtp, tokens: Tensor, state: Tensor, position: Tensor, *module: int) -> Any:
+        return inputs(self, tokens, state, position - 1, *module)
+
+    inputs = mtp.Mtp.inputs
+    patch.setattr(mtp.Mtp, "inputs", wrong)
+
+
+def chain_one_module_late(patch: Patch) -> None:
+    """In propose, depth j is drafted by module j + 1 while there is one."""
+
+    def wrong(self: mtp.Mtp, slab: Any, j: int, *rest: Any) -> Tensor:
+        return read(self, slab, min(j + drafting, self.config.modules - 1), *rest)
+
+    def noted(self: mtp.Mtp, *args: Any) -> Any:
+        nonlocal drafting
+        drafting = 1
+        try:
+            return propose(self, *args)
+        finally:
+            drafting = 0
+
+    read, propose, drafting = mtp.Mtp._read, mtp.Mtp.propose, 0
+    patch.setattr(mtp.Mtp, "_read", wrong)
+    patch.setattr(mtp.Mtp, "propose", noted)
 
 
 def first_draft_unseen(patch: Patch) -> None:
     """In the verify pass no later node sees the first draft."""
 
-    def wrong(slab: Any, *tree: Tensor) -> Step:
-        step = tree_step(slab, *tree)
+    def wrong(slab: Any, width: int) -> Step:
+        step = chain_step(slab, width)
+        if not slab.length.any():  # the prompt
+            return step
         slot = (slab.length + 1).view(-1, 1, 1).expand(-1, step.visible.shape[1], 1)
         seen = step.visible.gather(2, slot)
         seen[:, 2:] = False
         step.visible = step.visible.scatter(2, slot, seen)
         return step
 
-    tree_step = round_module.tree_step
-    patch.setattr(round_module, "tree_step", wrong)
+    chain_step = round_module.chain_step
+    patch.setattr(round_module, "chain_step", wrong)
 
 
 def nothing_subtracted(patch: Patch) -> None:
@@ -331,13 +409,14 @@ def ids_unmapped(patch: Patch) -> None:
     patch.setattr(VocabMap, "to_target", lambda self, ids: ids)
 
 
+HEADS = ("eagle", "eagle1", "mtp", "mtp chain")
 Check = Callable[[], None]
 FAULTS: list[tuple[Callable[[Patch], None], Check]] = [
     (label_one_late, partial(counts, "small")),
     (label_one_late, partial(counts, "ngram")),
     (position_one_late, partial(counts, "small")),
     (position_one_late, partial(views, "small")),
-    (position_one_late, partial(views, "eagle")),
+    *((position_one_late, partial(views, name)) for name in HEADS),
     (position_one_late, partial(views, "toy-block")),
     (position_one_late, partial(future, "small", "tokens")),
     (neighbouring_layer, partial(of_target, target.check_features, "Llama")),
@@ -347,23 +426,35 @@ FAULTS: list[tuple[Callable[[Patch], None], Check]] = [
     (normed_last_layer, partial(known, "eagle")),
     (partial(taps_swapped_when_served, "eagle"), partial(views, "eagle")),
     (partial(taps_swapped_when_served, "toy-block"), partial(views, "toy-block")),
-    (partial(rope_one_late, "eagle"), partial(views, "eagle")),
+    *((partial(rope_one_late, name), partial(views, name)) for name in HEADS),
     (partial(rope_one_late, "toy-block"), partial(views, "toy-block")),
     (no_final_norm, partial(of_target, target.check_head, "Llama")),
     (no_final_norm, partial(of_target, target.check_slab, "Qwen3")),
     (no_final_norm, partial(known, "small")),
     (no_eagle_norm, partial(known, "eagle")),
-    (eagle_sees_next_pair, partial(views, "eagle")),
-    (eagle_sees_next_pair, partial(future, "eagle", "features")),
-    (deep_eagle_sees_next_pair, partial(views, "eagle")),
-    (deep_eagle_sees_next_pair, partial(future, "eagle", "features")),
+    (no_norm_flag, partial(known, "eagle", norm_output=True)),
+    (input_normed, partial(known, "eagle1")),
+    (partial(fed_back_as, "eagle1", renormed), partial(known, "eagle1")),
+    (partial(fed_back_as, "mtp", prenorm), partial(known, "mtp")),
+    (halves_swapped, partial(known, "mtp")),
+    (second_embedding_zeroed, partial(known, "mtp")),
+    (second_embedding_zeroed, partial(known, "mtp chain")),
+    (chain_one_module_late, partial(views, "mtp chain")),
+    *(
+        (partial(sees_next_pair, name), check)
+        for name in ("eagle", "mtp chain")
+        for check in (partial(views, name), partial(future, name, "features"))
+    ),
+    (deep_row_sees_next_pair, partial(views, "eagle")),
+    (deep_row_sees_next_pair, partial(future, "eagle", "features")),
     *(
         (partial(features_from_the_future, name), check)
-        for name in ("eagle", "toy-block", "toy-medusa")
+        for name in ("eagle", "toy-block", "toy-medusa", "mtp chain")
         for check in (partial(views, name), partial(future, name, "features"))
     ),
     *((partial(last_token_forgotten, name), partial(views, name)) for name in CLASSES),
-    (draft_keys_kept, partial(views, "eagle")),
+    (partial(draft_keys_kept, "eagle"), partial(views, "eagle")),
+    (partial(draft_keys_kept, "mtp chain"), partial(views, "mtp chain")),
     (first_draft_unseen, partial(counts, "small")),
     (nothing_subtracted, residual),
     (ids_unmapped, partial(draws, "eagle")),
@@ -374,7 +465,7 @@ FAULTS: list[tuple[Callable[[Patch], None], Check]] = [
 def told(part: Any) -> str:
     """A test id: the function's name and the drafter it is about."""
     if isinstance(part, partial):
-        return "-".join([part.func.__name__, *map(told, part.args)])
+        return "-".join([part.func.__name__, *map(told, part.args), *part.keywords])
     return part if isinstance(part, str) else part.__name__
 
 

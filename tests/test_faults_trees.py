@@ -18,7 +18,7 @@ import test_decoder as decoding
 import test_parity as parity
 import test_trees as trees
 import tiny
-from draftsmith.drafters import eagle, grow
+from draftsmith.drafters import grow, one_layer
 from draftsmith.drafters.attention import Step
 from draftsmith.drafters.base import Policy
 from draftsmith.drafters.batch import Batch
@@ -147,10 +147,10 @@ def noise_by_slot(patch: Patch) -> None:
     """The target's own draw after a node is keyed by the node's number, not by its place."""
 
     def wrong(self: Rounds) -> accept.Accepted:
-        depth, above = self.shape
-        self.shape = (torch.arange(depth.shape[1]).expand_as(depth), above)
+        depth = self.depth
+        self.depth = torch.arange(depth.shape[1]).expand_as(depth)
         out = judge(self)
-        self.shape = (depth, above)
+        self.depth = depth
         return out
 
     judge = Rounds._judge
@@ -159,12 +159,12 @@ def noise_by_slot(patch: Patch) -> None:
 
 def drafts_see_siblings(patch: Patch) -> None:
     """In propose a node sees all that was fed before it."""
-    tree_seen = eagle.tree_seen
+    tree_seen = one_layer.tree_seen
 
     def wrong(start: Tensor, seen: Tensor, view: int) -> tuple[Tensor, Tensor]:
         return tree_seen(start, torch.ones_like(seen), view)
 
-    patch.setattr(eagle, "tree_seen", wrong)
+    patch.setattr(one_layer, "tree_seen", wrong)
 
 
 def drafts_follow_the_root(patch: Patch) -> None:
@@ -174,8 +174,8 @@ def drafts_follow_the_root(patch: Patch) -> None:
         *rest, forward = args
         return right(*rest, lambda tokens, parent, seen: forward(tokens, 0 * parent, seen))
 
-    right = eagle.grow
-    patch.setattr(eagle, "grow", wrong)
+    right = one_layer.grow
+    patch.setattr(one_layer, "grow", wrong)
 
 
 def label_one_late(patch: Patch) -> None:
@@ -204,8 +204,8 @@ def excused(fault: Callable[[Patch], None], patch: Patch) -> None:
         out.margin = torch.zeros_like(out.length, dtype=torch.float)
         return out
 
-    right = eagle.grow
-    patch.setattr(eagle, "grow", wrong)
+    right = one_layer.grow
+    patch.setattr(one_layer, "grow", wrong)
 
 
 def block_judged_as_chain(patch: Patch) -> None:

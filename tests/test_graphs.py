@@ -103,10 +103,14 @@ def _tensors(holder: Any, seen: set[int]) -> list[Tensor]:
 POLICIES = {
     "eagle": [Policy(3), Policy(3, block=True), Tree(3, budget=8, branch=3),
               StaticTree.of_widths((2, 2)), StaticTree.of_widths((2, 2), drawn=True)],
+    "eagle1": [Tree(3, budget=8, branch=3)],
+    "mtp": [Policy(3)],
+    "mtp chain": [Policy(3), StaticTree.of_widths((2, 2), drawn=True)],
     "small": [Policy(3)],
     "ngram": [Policy(3)],
     "toy-block": [Policy(3), Tree(2, budget=6, branch=6)],
-    "toy-medusa": [Policy(3), StaticTree.of_widths((2, 2), drawn=True)],
+    "medusa": [StaticTree.of_widths((2, 2), drawn=True)],
+    "hydra": [Tree(3, budget=8, branch=3)],
 }  # fmt: skip
 CASES = [(name, policy) for name, policies in POLICIES.items() for policy in policies]
 SAMPLERS = [Sampler(0.0), Sampler(0.8, top_k=9, top_p=0.95)]

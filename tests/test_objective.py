@@ -8,6 +8,7 @@ own forward, one text at a time, without packing, chunks or padding.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch import Tensor
 
 import reference
 import reference_eagle
+import reference_mtp
 import reference_replay
 import tiny
 from draftsmith.drafters import batch as batch_module
@@ -43,6 +45,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "small": {"layers": [0, 3]},
     "small-own": {"layers": [2], "embeddings": "own"},
 }
+STATES: dict[str, dict[str, Any]] = {"eagle1": {}}
 # Turns as (count, made by the target?): a long answer, two turns, a text without a prompt, an
 # answer of two tokens (one cell), of one (none), and a prompt alone.
 TURNS = [
@@ -86,7 +89,7 @@ def drafter(name: str) -> Drafter:
     """A drafter whose laws are peaked; treat it as read-only."""
     cls, of = family(name.split("-")[0]), tiny.target()
     torch.manual_seed(1)
-    made = cls.create(of, cls.Config(**SETTINGS[name]), torch.arange(V) * 5 % 7)
+    made = cls.create(of, cls.Config(**(SETTINGS | STATES)[name]), torch.arange(V) * 5 % 7)
     with torch.no_grad():
         for parameter in (p for p in made.parameters() if p.requires_grad):
             scale = 0.3 if parameter.dim() > 1 else 0.1
@@ -515,6 +518,63 @@ def test_micro_batches_weigh_tokens(name: str) -> None:
     assert distance(micro_batched(name, objective, lambda _: whole), theirs) < 1e-4
     planted = micro_batched(name, objective, lambda b: len(UNEVEN) * denominator(b, K, objective))
     assert distance(planted, theirs) > 0.1
+
+
+# ---------------------------------------------------------------- features
+
+
+def check_features(noise: float = 0.0) -> None:
+    """KL and ten times the distance of EAGLE-1's states, and every gradient, in float64."""
+    objective = Objective(regression=10, feature_noise=noise)
+    sums, ours = run("eagle1", packed(), objective)
+    of, hf = drafter("eagle1"), tiny.hf_model("Llama").double().requires_grad_(False)
+    leaves = {n: p.detach().double().requires_grad_() for n, p in of.named_parameters()}
+    config, total, weights = of.config.model_dump(), torch.zeros(()).double(), 0.0
+    for tokens, made in texts():
+        laws = hf(torch.tensor([tokens]), use_cache=False).logits[0].log_softmax(-1)
+        true = reference_eagle.tapped(hf, tokens, ["normed"])
+        for a, j in cells(made, K):
+            state = reference_mtp.eagle1_state(leaves, config, hf, tokens, a, j, noise)
+            q, p = hf.lm_head(state).log_softmax(-1), laws[a + 1 + j]
+            apart = (state - true[a + 1 + j]).abs()
+            smooth = torch.where(apart < 1, apart**2 / 2, apart - 0.5).mean()
+            total = total + 0.8**j * ((p.exp() * (p - q)).sum() + 10 * smooth)
+            weights += 0.8**j
+    found = torch.autograd.grad(total / weights, list(leaves.values()))
+    assert sums.loss == pytest.approx(total.item(), rel=1e-4)
+    assert distance(ours, dict(zip(leaves, found, strict=True))) < 1e-3
+
+
+def test_regression_and_its_gradient() -> None:
+    check_features()
+
+
+def test_noise_is_read_and_never_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults: noise on what states are compared with, on what replay reads, or none at all."""
+    monkeypatch.setattr(torch, "rand_like", torch.ones_like)  # noise is then its width, everywhere
+    check_features(0.3)
+    batch = tiny.target().read(packed(), ["normed"])
+    clean = batch.features["normed"].clone()
+    monkeypatch.undo()
+    noise = Objective(feature_noise=0.3).noisy(batch).features["normed"] - clean
+    assert batch.features["normed"].equal(clean) and Objective().noisy(batch) is batch
+    assert 0.28 < noise.max() <= 0.301 and -0.301 <= noise.min() < -0.28 and noise.mean() < 0.02
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_a_feature_of_another_position_is_noticed(
+    shift: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted fault: states learn the feature beside theirs."""
+    right = objective_module._distance
+
+    def wrong(of: Drafter, batch: Batch, *rest: Any) -> Tensor:
+        features = {n: f.roll(shift, dims=1) for n, f in batch.features.items()}
+        return right(of, dataclasses.replace(batch, features=features), *rest)
+
+    monkeypatch.setattr(objective_module, "_distance", wrong)
+    with pytest.raises(AssertionError):
+        check_features()
 
 
 def test_a_batch_without_cells() -> None:

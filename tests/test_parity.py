@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ngram": {"max_n": 2},
     "small": {"layers": [0, 1, 3]},
     "eagle": {"taps": [1, 2, 3], "draft_vocab": 10},
+    "eagle1": {},
+    "mtp": {},
+    "mtp chain": {"modules": 3},
     "toy-block": {},
     "toy-medusa": {"first": 2},
 }
@@ -80,7 +84,7 @@ def fit(drafter: Drafter, steps: int = 40) -> None:
 @cache
 def drafter_for(name: str, family_name: str) -> Drafter:
     """Drafters that are often right, and often wrong."""
-    cls, target = family(name), tiny.target(family_name, vocab=VOCAB)
+    cls, target = family(name.split()[0]), tiny.target(family_name, vocab=VOCAB)
     counts = (torch.arange(VOCAB) % 6 != 4).long()
     torch.manual_seed(1)
     made = cls.create(target, cls.Config(**SETTINGS[name]), counts)
@@ -183,10 +187,17 @@ def test_guesses_are_equal_at_any_temperature(family_name: str, sampler: Sampler
     assert out == [] and parity.holds and not parity.ties, parity.report()
 
 
-@pytest.mark.parametrize("name", ["toy-block", "toy-medusa"])
-@pytest.mark.parametrize("k", [2, 4])
+@pytest.mark.parametrize(
+    ("name", "k"),
+    [
+        *product(("toy-block", "toy-medusa"), (2, 4)),
+        ("eagle1", 3),
+        ("mtp", 3),
+        ("mtp chain", 4),
+    ],
+)
 def test_greedy_counts_of_other_shapes(name: str, k: int) -> None:
-    """Depths that depend on k; fewer heads than k asks for."""
+    """Depths that depend on k; fewer heads or modules than k asks for; other heads."""
     out, parity = differing(drafter_for(name, "Llama"), GREEDY, k, 40)
     assert out == [] and parity.holds, parity.report()
 
@@ -200,6 +211,9 @@ def test_greedy_counts_of_other_shapes(name: str, k: int) -> None:
         ("small", "Llama", CUT, 3),
         ("small", "Qwen3", PLAIN, 1),
         ("small", "Gemma3", PLAIN, 3),
+        ("eagle1", "Llama", PLAIN, 3),
+        ("mtp", "Qwen3", CUT, 2),
+        ("mtp chain", "Llama", PLAIN, 3),
         ("toy-block", "Llama", PLAIN, 3),
         ("toy-medusa", "Llama", PLAIN, 3),
     ],

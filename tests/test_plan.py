@@ -57,6 +57,10 @@ SETTINGS = {
     "eagle": ("eagle", {}),
     "whole vocabulary": ("eagle", {"draft_vocab": None}),
     "target's head": ("eagle", {"head": "target"}),
+    "EAGLE-3.1": ("eagle", {"fc_norm": True, "norm_before_fc": True, "norm_output": True}),
+    "eagle1": ("eagle1", {}),
+    "mtp": ("mtp", {}),
+    "mtp chain": ("mtp", {"modules": 3}),
     "small": ("small", {}),
     "own embeddings": ("small", {"embeddings": "own"}),
     "adapters": ("small", {"lora_rank": 2}),
@@ -112,6 +116,52 @@ def test_parameters_planted(world: World, monkeypatch: pytest.MonkeyPatch) -> No
         check_parameters(world, "small", built)
 
 
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "meta-llama/Llama-3.1-8B-Instruct": (
+        "Llama",
+        {"vocab_size": 128256, "intermediate_size": 14336, "num_hidden_layers": 32,
+         "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0,
+                             "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                             "original_max_position_embeddings": 8192}},
+    ),
+    "Qwen/Qwen3-8B": (
+        "Qwen3",
+        {"vocab_size": 151936, "intermediate_size": 12288, "num_hidden_layers": 36,
+         "head_dim": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ),
+}  # fmt: skip
+
+
+def block_of(inner: int, wide: int, norms: int) -> int:
+    """Weights of a layer of H 4096 with 32 heads and 8 groups of 128, its attention wide * H in."""
+    H = 4096
+    return wide * H * (H + 2 * 1024) + H * H + 3 * H * inner + norms * H
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("llama31-8b-eagle3", 3 * 4096**2 + block_of(14336, 2, 4) + 32000 * 4096),
+        ("qwen3-8b-eagle3", 3 * 4096**2 + block_of(12288, 2, 4) + 32000 * 4096),
+        ("llama31-8b-eagle1", 2 * 4096**2 + block_of(14336, 1, 1)),
+        ("qwen3-8b-mtp", 2 * 4096**2 + block_of(12288, 1, 5)),
+    ],
+)
+def test_recipes_of_large_targets(name: str, parameters: int, tmp_path: Path) -> None:
+    """Shipped recipes that were never run are planned on their target's own shape, without weights.
+
+    Faults: settings that such a target cannot take; a plan that no longer knows a family.
+    """
+    family_name, shape = SHAPES[recipe.load(name).target]
+    common = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+    getattr(transformers, f"{family_name}Config")(**common, **shape).save_pretrained(tmp_path)
+    made = plan.plan(recipe.load(name, [f"target={tmp_path}"]))
+    assert made.drafter_parameters == parameters
+    assert 7.5e9 < made.target_parameters < 8.5e9
+    logits = made.memory["logits of one chunk"]
+    assert logits < 4 << 30, "chunk is too large for a vocabulary of this size"
+
+
 def test_config_is_enough(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No weights are read, and none need be there."""
     whole = planned(world, "whole", "eagle")
@@ -127,9 +177,11 @@ def test_config_is_enough(world: World, tmp_path: Path, monkeypatch: pytest.Monk
 # ---------------------------------------------------------------- against runs
 
 
-def check_flops(world: World, drafter: str) -> None:
+def check_flops(world: World, name: str) -> None:
     """A step's work, as torch counts it, is what its planned time rests on."""
-    chosen = recipe.load(world.recipe("flops", drafter, accumulation=1, rows=2, chunk=4096))
+    drafter, changes = SETTINGS[name]
+    changes = {"accumulation": 1, "rows": 2, "chunk": 4096, **changes}
+    chosen = recipe.load(world.recipe("flops", drafter, **changes))
     target = Target.load(chosen.target)
     samples = Samples.open(world.samples, target, audit=0)
     chosen.folder.mkdir(parents=True, exist_ok=True)
@@ -145,9 +197,9 @@ def check_flops(world: World, drafter: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["eagle", "small"])
-def test_flops(world: World, drafter: str) -> None:
-    check_flops(world, drafter)
+@pytest.mark.parametrize("name", ["eagle", "eagle1", "mtp", "mtp chain", "small"])
+def test_flops(world: World, name: str) -> None:
+    check_flops(world, name)
 
 
 @pytest.mark.slow

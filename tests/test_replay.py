@@ -27,7 +27,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "small": {"layers": [0, 1, 3]},
     "eagle": {"taps": [1, 4, "normed"], "draft_vocab": 9},
     "ngram": {"max_n": 2},
-    "toy-medusa": {"first": 4},
+    "medusa": {"heads": 3, "draft_vocab": 8},
+    "hydra": {"heads": 3},
 }
 
 
@@ -295,7 +296,7 @@ def pack(rows: list[list[tuple[list[int], list[bool]]]]) -> Batch:
     return Batch(tokens, position, segment, made)
 
 
-@pytest.mark.parametrize("name", [*DRAFTERS, "toy-block", "toy-medusa"])
+@pytest.mark.parametrize("name", [*DRAFTERS, "medusa", "hydra", "toy-block"])
 def test_packed_segments_are_split(name: str) -> None:
     """A packed sample gives the table that it gives alone; nothing runs over a boundary."""
     ids = [tokens * 8 for tokens in tiny.prompts(4, 7, VOCAB)]

@@ -162,7 +162,7 @@ def test_load_refuses(what: str, tmp_path: Path) -> None:
 
 def test_load_refuses_a_target_with_another_tokenizer(tmp_path: Path) -> None:
     """Fault: same sizes, other words."""
-    folder = stored(drafter("toy-medusa"), tmp_path)
+    folder = stored(drafter("medusa"), tmp_path)
     other = Target(tiny.hf_model(), tiny.tokenizer(40), tiny.source())
     with pytest.raises(UserError, match="tokenizer"):
         base.load(folder, other)

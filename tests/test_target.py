@@ -344,8 +344,8 @@ def values_left_behind(patch: pytest.MonkeyPatch) -> None:
 def values_as_wide_as_keys(patch: pytest.MonkeyPatch) -> None:
     """Values are stored in the keys' width and cut: MLA's last value columns are lost."""
 
-    def wrong(self: Slab, layer: int, key: Tensor, value: Tensor, view: int) -> Any:
-        return write(self, layer, key, value * (torch.arange(value.shape[3]) < 4), view)
+    def wrong(self: Slab, layer: int, key: Tensor, value: Tensor, *where: Any) -> Any:
+        return write(self, layer, key, value * (torch.arange(value.shape[3]) < 4), *where)
 
     write = Slab.write
     patch.setattr(Slab, "write", wrong)

@@ -70,7 +70,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 # ---------------------------------------------------------------- a run
 
 
-@pytest.mark.parametrize("drafter", ["eagle", "small"])
+@pytest.mark.parametrize("drafter", ["eagle", "eagle1", "mtp", "small"])
 def test_a_run_trains(world: World, drafter: str) -> None:
     """The loss falls, replay tau rises above step 0, and the folder holds what is promised."""
     run = trained(world, f"long-{drafter}", drafter, steps=24, save_every=8)

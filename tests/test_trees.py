@@ -73,6 +73,7 @@ def test_no_tree(make: Callable[[], Policy], words: str) -> None:
             Tree(4, budget=9),
             "tree of 9, k=4, branch 10: deeper than this drafter's 3",
         ),
+        ("mtp chain", Tree(4, budget=9), "deeper than this drafter's 3"),
         ("toy-medusa", StaticTree(((0,), (47,))), "rank 47 of 30 draft tokens; use less"),
     ],
 )
@@ -350,8 +351,14 @@ def check_tree(made: Drafter, policy: Policy) -> None:
     assert deep > 15, "few nodes below the first depth were compared"
 
 
-@pytest.mark.parametrize("policy", [*SHAPES, DRAWN], ids=str)
-@pytest.mark.parametrize("name", ABLE)
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        *product(ABLE, [*SHAPES, DRAWN]),
+        *product(("eagle1", "mtp", "mtp chain"), (SHAPES[0], DRAWN)),
+    ],
+    ids=str,
+)
 def test_tree_is_unroll(name: str, policy: Policy) -> None:
     """Faults: a node that sees a sibling, or misses an elder; positions by slot; a wrong parent."""
     check_tree(contract.drafter(name), policy)
@@ -517,6 +524,9 @@ def trees_agree(made: Drafter, sampler: Sampler, policy: Policy) -> tuple[list[T
     ("name", "sampler", "policy"),
     [
         *(("eagle", sampler, policy) for sampler in (GREEDY, WARM) for policy in SHAPES),
+        ("eagle1", GREEDY, SHAPES[0]),
+        ("mtp", WARM, SHAPES[1]),
+        ("mtp chain", WARM, UNEVEN),
         ("toy-block", GREEDY, SHAPES[0]),
         ("toy-block", WARM, UNEVEN),
         ("toy-medusa", GREEDY, UNEVEN),

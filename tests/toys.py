@@ -1,12 +1,9 @@
-"""Two toy drafters that carry the contract to shapes which the shipped families do not have.
+"""A toy drafter that carries the contract to a shape which the shipped families do not have.
 
 toy-block: a bidirectional block, so that hidden states depend on k, with a head that reads `prev`.
-toy-medusa: heads on one state, so that q depends on `depth`; reduced vocabulary; a longest draft.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +17,6 @@ from draftsmith.drafters.grow import from_states, grow
 from draftsmith.drafters.layers import BlockConfig, RMSNorm, SelfAttention, init_weights
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.target import Target
-from draftsmith.drafters.vocab import VocabMap
 
 
 class ToyBlockConfig(base.DrafterConfig):
@@ -122,68 +118,4 @@ class ToyBlock(Drafter):
         query = self.attend.queries(normed, position)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=seen[:, None, None])
         forward = from_states(self, (x + self.attend.output(mixed))[:, 1:])
-        return grow(root, state.length, policy, self.vocab, sampler, noise, forward)
-
-
-class ToyMedusaConfig(base.DrafterConfig):
-    """heads: the longest draft; first: target tokens below it cannot be proposed."""
-
-    heads: int = 3
-    first: int = 18
-
-
-@dataclass
-class MedusaState:
-    """g (B, H): the normed state at the anchor; length (B,): committed tokens."""
-
-    g: Tensor
-    length: Tensor
-
-
-@base.register
-class ToyMedusa(Drafter):
-    """Head j on the normed state g_a, all that any depth sees; no depth beyond the heads."""
-
-    family = "toy-medusa"
-    Config = ToyMedusaConfig
-    trees = True
-    config: ToyMedusaConfig
-
-    def __init__(self, target: Target, config: ToyMedusaConfig) -> None:
-        super().__init__(target, config)
-        self.taps = ["normed"]
-        self.longest = config.heads
-        H = target.hidden_size
-        self.heads = nn.Parameter(0.02 * torch.randn(config.heads, H, H))
-        self.vocab = VocabMap(target.vocab_size, torch.arange(config.first, target.vocab_size))
-        self.lm_head = nn.Linear(H, self.vocab.draft_size, bias=False)
-
-    def logits(self, hidden: Tensor, prev: Tensor, depth: Tensor) -> Tensor:
-        inner = torch.einsum("nh,noh->no", hidden, self.heads[depth])
-        return self.lm_head(hidden + F.silu(inner))
-
-    def unroll(self, batch: Batch, depths: int, anchors: Tensor | None = None) -> Unroll:
-        alignment = align(batch, depths, anchors)
-        alignment.exists &= torch.arange(depths) < self.config.heads
-        at = alignment.anchors.clamp(min=0).unsqueeze(2)
-        g = batch.features["normed"]
-        states = g.gather(1, at.expand(-1, -1, g.shape[2]))  # (B, A, H)
-        return rows_of(states.unsqueeze(2).expand(-1, -1, depths, -1), alignment, batch)
-
-    def start(self, rows: int, capacity: int) -> MedusaState:
-        g = torch.zeros(rows, self.target.hidden_size)
-        return MedusaState(g, torch.zeros(rows, dtype=torch.long))
-
-    def extend(self, state: MedusaState, tokens: Tensor, features: dict, counts: Tensor) -> None:
-        last = (counts - 1).clamp(min=0)
-        g = features["normed"][torch.arange(len(last)), last]
-        state.g.copy_(torch.where((counts > 0).unsqueeze(1), g, state.g))
-        state.length += counts
-
-    def propose(
-        self, state: MedusaState, root: Tensor, policy: Policy, sampler: Sampler, noise: Noise
-    ) -> Proposal:
-        if policy.is_chain:
-            policy = replace(policy, k=min(policy.k, self.config.heads))
-        forward = from_states(self, state.g.unsqueeze(1).expand(-1, policy.k, -1))
         return grow(root, state.length, policy, self.vocab, sampler, noise, forward)

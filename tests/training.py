@@ -33,6 +33,8 @@ from draftsmith.train.samples import generate
 
 DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle": {"taps": [1, 2, 4], "draft_vocab": 32},
+    "eagle1": {"regression": 10, "feature_noise": 0.1},
+    "mtp": {},
     "small": {"layers": [0, 3]},
 }
 

@@ -8,9 +8,10 @@ that gradients do not depend on how the batch was cut.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.drafters.base import Drafter, Guesses, Unroll
@@ -86,11 +87,18 @@ LOSSES: dict[str, Loss] = {
 @dataclass(frozen=True)
 class Objective:
     """loss: a key of LOSSES; weights: of the depths, which the replay losses do not read (theirs
-    follow from the text); eta: how fast LK leaves KL."""
+    follow from the text); eta: how fast LK leaves KL.
+
+    regression: how much a cell's feature distance counts beside a loss of 1 (EAGLE-1, arXiv
+    2401.15077: 1 to 0.1); feature_noise: half the width of uniform noise that is added to the
+    features a drafter reads, never to those it is compared with.
+    """
 
     loss: str = "kl"
     weights: DepthWeights = field(default_factory=DepthWeights)
     eta: float = 3.0
+    regression: float = 0.0
+    feature_noise: float = 0.0
 
     def cell_weights(self, batch: Batch, alignment: Alignment) -> Tensor:
         """Weights (B, A, K) known from masks; their sum is the denominator."""
@@ -103,6 +111,16 @@ class Objective:
     def mix(self, running: Running) -> Tensor:
         """LK's lambda (K,) = exp(-eta alpha_j), alpha measured over the last steps."""
         return torch.exp(-self.eta * running.mean_alpha)
+
+    def noisy(self, batch: Batch) -> Batch:
+        """The batch that the drafter reads: noise belongs to training, so replay never asks."""
+        if not self.feature_noise:
+            return batch
+        noisy = {
+            tap: values + self.feature_noise * (2 * torch.rand_like(values) - 1)
+            for tap, values in batch.features.items()
+        }
+        return replace(batch, features=noisy)
 
 
 def denominator(batch: Batch, depths: int, objective: Objective) -> float:
@@ -126,7 +144,7 @@ def backward(
     chunk by chunk into a leaf that stands for the unroll, which is then differentiated once.
     running: the run's measurements; None = those of a first step.
     """
-    unroll = drafter.unroll(batch, depths)
+    unroll = drafter.unroll(objective.noisy(batch), depths)
     if isinstance(unroll, Guesses):
         raise TypeError(f"a drafter of family {drafter.family} has nothing to train")
     alignment = align(batch, depths)
@@ -141,6 +159,7 @@ def backward(
 
     sums = Sums.zero(depths)
     sums.total = float(weights.sum())
+    fixed = weights.flatten(0, 1)
     if loss.passes:
         sums.loss, weights = _slopes(tables(), batch, alignment)
     weights = weights.flatten(0, 1)
@@ -153,6 +172,9 @@ def backward(
             sums.factor += float((weight * moving).sum())
             weight = weight * moving / running.mean_factor
         value = (loss.table(cells) * weight).sum()
+        if objective.regression:
+            apart = _distance(drafter, batch, leaf, chunk) * fixed[chunk.anchor]
+            value = value + objective.regression * apart.sum()
         (value / total).backward()
         if not loss.passes:
             sums.loss += value.item()
@@ -182,6 +204,13 @@ def _cells(
     ratio = torch.where(known, stats.logq - stats.logp, float("-inf")).clamp(max=0.0).exp()
     spread = chunk.spread(ratio, 0.0)
     return Cells(alpha, spread, chunk.spread(stats.logq.exp(), 0.0), divergence, mix)
+
+
+def _distance(drafter: Drafter, batch: Batch, leaf: Tensor, chunk: Chunk) -> Tensor:
+    """Smooth L1 (c, K) of hidden states from the target's own at x_{a+1+j}."""
+    true = batch.features[str(drafter.predicts)].flatten(0, 1)[chunk.final[chunk.which]]  # (n, H)
+    apart = F.smooth_l1_loss(leaf[chunk.rows].float(), true.float(), reduction="none").mean(1)
+    return chunk.spread(apart, 0.0)
 
 
 @torch.no_grad()

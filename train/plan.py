@@ -108,6 +108,10 @@ class Outline:
         """Weights that a drafted token passes, the head's apart."""
         return sum(m.weight.numel() for m in self.body)
 
+    def uses(self, depths: int) -> int:
+        """How often a row passes each of those: once, where every depth has weights of its own."""
+        return depths if self.drafter.longest is None else 1
+
 
 def plan(recipe: Recipe, timed: bool = True) -> Plan:
     """The plan of a recipe on this machine; timed False leaves times out, and measures nothing.
@@ -251,7 +255,8 @@ def _memory(recipe: Recipe, outline: Outline, texts: Texts, device: torch.device
     taps = len(outline.drafter.taps)
     # Inputs and outputs of every linear, half as much again for norms, activations, residuals; and
     # the scores that a head of its own attention holds per depth.
-    acts = tokens * depths * 3 * sum(m.in_features + m.out_features for m in outline.body) // 2
+    uses = outline.uses(depths)
+    acts = tokens * uses * 3 * sum(m.in_features + m.out_features for m in outline.body) // 2
     if not shared:
         heads = target.config.num_attention_heads
         acts += 5 * depths * recipe.rows * heads * recipe.length**2 // 2
@@ -332,7 +337,8 @@ def _pass(
     of_head = passes - (backward and not outline.head_trained)
     scores = 4 * length * H  # of a token in one layer's attention
     work = tokens * (2 * outline.target_body + scores * target.num_layers) + 2 * V * H * compared
-    work += passes * depths * tokens * (2 * outline.drafter_body + scores * (not shared))
+    body = 2 * outline.uses(depths) * outline.drafter_body
+    work += passes * tokens * (body + depths * scores * (not shared))
     work += of_head * depths * compared * 2 * Vd * H
     walks = compared * (2 * V + (5 if backward else 3) * depths * Vd)
     return work / pace.matmul(int(tokens)) + walks / pace.rowwise

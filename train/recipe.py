@@ -59,6 +59,8 @@ class Recipe(BaseModel):
     decay: float = Field(default=0.8, gt=0, le=1)  # geometric: depth j weighs decay**j
     span: float = Field(default=4.0, gt=0)  # exponential: depth j weighs exp(-j / span)
     per: Literal["token", "sequence"] = "token"  # whether cells or texts count alike
+    regression: float = Field(default=0.0, ge=0)  # eagle1: weight of the distance of features
+    feature_noise: float = Field(default=0.0, ge=0)  # uniform, +- this, on features in training
 
     steps: int = Field(ge=1)
     length: int = Field(default=512, ge=8)  # tokens in a packed row
@@ -96,7 +98,10 @@ class Recipe(BaseModel):
         weights = DepthWeights(
             kind if isinstance(kind, str) else tuple(kind), self.decay, self.span, self.per
         )
-        return [Objective(loss, weights, self.eta) for loss in self.losses]
+        return [
+            Objective(loss, weights, self.eta, self.regression, self.feature_noise)
+            for loss in self.losses
+        ]
 
     def drafter_config(self) -> DrafterConfig:
         return family(self.drafter).Config(**self.settings)
@@ -152,7 +157,7 @@ def find(path: str | Path) -> Path:
 def parse(raw: dict[str, Any], where: str) -> Recipe:
     """A Recipe from flat keys. Raises UserError for an unknown, missing or wrong one."""
     if not isinstance(raw.get("drafter"), str):
-        raise UserError(f"{where}: drafter: name a family (small or eagle)")
+        raise UserError(f"{where}: drafter: name a family (small, eagle, eagle1 or mtp)")
     try:
         config = family(raw["drafter"]).Config
     except UserError as error:
@@ -189,6 +194,11 @@ def parse(raw: dict[str, Any], where: str) -> Recipe:
 def _check_objective(recipe: Recipe) -> None:
     """Raises UserError for a loss, curriculum or weights that cannot be trained on."""
     losses, thresholds, weights = recipe.losses, recipe.switch_alpha, recipe.depth_weights
+    if recipe.regression and family(recipe.drafter).predicts is None:
+        raise UserError(
+            f"regression: a drafter of family {recipe.drafter} foretells no feature; leave it out, "
+            "or take eagle1"
+        )
     if not losses:
         raise UserError("loss: is an empty list; name one")
     for loss in losses:

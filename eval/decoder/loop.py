@@ -74,6 +74,7 @@ class Decoder:
         self.drafter = drafter
         self.policy = policy or Policy(k=1)
         self.clock = Clock()
+        self._cuda = target.device.type == "cuda"
         if drafter is not None:
             drafter.check(self.policy)
             if not (target.trees or self.policy.is_chain):
@@ -81,7 +82,7 @@ class Decoder:
                     f"{self.policy}: {type(target.hf).__name__} can be verified in chains only; "
                     "give k alone"
                 )
-        able = target.device.type == "cuda" and (drafter is None or drafter.capturable)
+        able = self._cuda and (drafter is None or drafter.capturable)
         self.graphs = able if graphs is None else graphs
         self.captured: dict[tuple, Graphs] = {}  # the latest ones
         self._asked: set[int] = set()  # batch sizes for which the target was tried
@@ -172,7 +173,7 @@ class Decoder:
 
     def _ask(self, rows: int) -> None:
         """Leaves graphs off, saying so, where the target cannot be captured for so many rows."""
-        if not self.graphs or self.target.device.type != "cuda" or rows in self._asked:
+        if not self.graphs or not self._cuda or rows in self._asked:
             return
         self._asked.add(rows)
         nodes = self.policy.nodes if self.drafter else 1
@@ -226,7 +227,7 @@ class Decoder:
 
     def _mark(self) -> Any:
         """A moment on the device's own time line: nothing waits for it."""
-        if self.target.device.type != "cuda":
+        if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()

@@ -114,12 +114,15 @@ class Rounds:
 
     def verify(self) -> None:
         """The target's one pass over the proposal."""
-        self.shape = tree_shape(self.proposal.parents)
-        if isinstance(self.slab, Slab):
-            step = tree_step(self.slab, *self.shape)
+        tokens = self.proposal.tokens
+        if self.drafter is None or self.policy.is_chain:
+            self.depth = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+            step = chain_step(self.slab, tokens.shape[1])
         else:
-            step = chain_step(self.slab, self.proposal.tokens.shape[1])
-        out = self.target(self.proposal.tokens, step, self.taps)
+            assert isinstance(self.slab, Slab)  # the decoder gives no other cache a tree
+            self.depth, self.ancestors = tree_shape(self.proposal.parents)
+            step = tree_step(self.slab, self.depth, self.ancestors)
+        out = self.target(tokens, step, self.taps)
         self.features = out.features
         self.logits = self.target.head(out.final)  # (B, N, V)
 
@@ -149,7 +152,7 @@ class Rounds:
             }
         self.slab.commit(counts)
         self.root.copy_(result.token)
-        depth, length = self.shape[0], self.proposal.length
+        depth, length = self.depth, self.proposal.length
         valid = torch.arange(depth.shape[1], device=depth.device) < length.unsqueeze(1)
         deepest = torch.where(valid, depth, 0).amax(1)
         heads = torch.stack([result.count, result.token, deepest], dim=1)
@@ -167,7 +170,7 @@ class Rounds:
     def _judge(self) -> accept.Accepted:
         tokens, parents = self.proposal.tokens, self.proposal.parents
         length, q = self.proposal.length, self.proposal.q
-        position = self.slab.length.unsqueeze(1) + 1 + self.shape[0]  # (B, N) after each node
+        position = self.slab.length.unsqueeze(1) + 1 + self.depth  # (B, N) after each node
         if q is None and self.policy.is_chain:
             choice = own_choice(self.logits, self.sampler, self.noise, position)
             return accept.match(tokens[:, 1:], length, choice)

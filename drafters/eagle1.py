@@ -1,0 +1,79 @@
+"""EAGLE-1 and EAGLE-2: one layer that foretells the target's next feature (Li et al. 2024).
+
+The state is the target's "normed" last state itself. `fc` fuses the embedding with it, one decoder
+layer without input norm turns that into the next such state, and the target's own frozen lm_head
+reads the token off it: there is no final norm and no draft vocabulary. Training adds the distance
+to the target's true next state (recipe key `regression`) and may blur the features it starts from
+(`feature_noise`): arXiv 2401.15077, section 4.2. With depths: 1 it is EAGLE-1's one-step training;
+more depths feed the layer its own output, as serving does (HASS, arXiv 2408.15766).
+
+EAGLE-2 (arXiv 2406.16858) is the same weights drafting a dynamic tree: the policy `Tree`.
+
+Rows, keys and positions: one_layer.py. vLLM (method "eagle", models/llama_eagle.py) and SGLang
+(algorithm EAGLE, models/llama_eagle.py) take it, vLLM as a chain only. Both give `fc` the embedding
+first. SGLang's `fc` has a bias that a checkpoint must set to 0, vLLM's has none.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.drafters.base import DrafterConfig, register
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.layers import MLP, BlockConfig, RMSNorm, SelfAttention, init_weights
+from draftsmith.drafters.one_layer import OneLayer
+from draftsmith.drafters.target import Target
+
+
+class Eagle1Config(DrafterConfig):
+    """block: None takes the shape of the target's layers."""
+
+    block: BlockConfig | None = None
+
+
+@register
+class Eagle1(OneLayer):
+    """See the module's docstring."""
+
+    family = "eagle1"
+    Config = Eagle1Config
+    predicts = "normed"
+    config: Eagle1Config
+
+    def __init__(self, target: Target, config: Eagle1Config) -> None:
+        """Raises UserError for a block of another width than the target's."""
+        block = config.block or BlockConfig.like(target.config)
+        H = block.hidden_size
+        if target.hidden_size != H:
+            raise UserError(
+                f"block.hidden_size: {H} is not the target's {target.hidden_size}, whose states "
+                "this head foretells"
+            )
+        super().__init__(target, config.model_copy(update={"block": block}))
+        self.taps = ["normed"]
+        self.fc = nn.Linear(2 * H, H, bias=False)
+        self.self_attn = SelfAttention(block, H)
+        self.post_attention_layernorm = RMSNorm(H, block.rms_norm_eps)
+        self.mlp = MLP(block)
+        init_weights(self)
+
+    @property
+    def attention(self) -> SelfAttention:
+        return self.self_attn
+
+    def fuse(self, features: dict[str, Tensor]) -> Tensor:
+        return features["normed"].to(self.fc.weight.dtype)
+
+    def inputs(self, tokens: Tensor, state: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer reads (B, T, H), which is its residual as well."""
+        embedded = self.target.embedding(tokens).to(state.dtype)
+        x = self.fc(torch.cat([embedded, state], dim=-1))
+        return x, x
+
+    def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
+        hidden = residual + self.self_attn.output(mixed)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+    def logits(self, hidden: Tensor, prev: Tensor, depth: Tensor) -> Tensor:
+        return self.target.unembed(hidden)

@@ -1,0 +1,232 @@
+"""llama.cpp: EAGLE-3 and draft models as one GGUF file, written with the `gguf` package alone.
+
+Keys, tensor names and row order follow llama.cpp b11434: conversion/llama.py, conversion/qwen.py,
+gguf-py/gguf/constants.py, src/models/eagle3.cpp (`gguf` itself may be older and not know eagle3).
+Llama and EAGLE-3 rotate neighbouring pairs there, so their q and k rows are interleaved; d2t holds
+absolute ids. The tokenizer's keys are copied from the GGUF of the target that is served: which
+pre-tokenizer a model has stands in no other file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.eagle import Eagle
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.export import Serving, hf_model, layouts
+from draftsmith.drafters.small import Small
+
+VERSION = "b11434"
+RUN = True
+LIMIT = None
+FAMILIES = ("eagle", "small")
+
+FILE = "draft.gguf"
+_TYPES = {
+    torch.float32: (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
+    torch.float16: (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
+    torch.bfloat16: (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
+}
+# model_type in transformers -> (architecture, whether its q and k rows are interleaved)
+_DRAFT_MODELS = {
+    "llama": (gguf.MODEL_ARCH.LLAMA, True),
+    "mistral": (gguf.MODEL_ARCH.LLAMA, True),
+    "qwen2": (gguf.MODEL_ARCH.QWEN2, False),
+    "qwen3": (gguf.MODEL_ARCH.QWEN3, False),
+}
+
+
+def check(drafter: Drafter, serving: Serving) -> None:
+    if isinstance(drafter, Eagle):
+        layouts.check_eagle3(drafter, "llama.cpp")
+        if len(drafter.taps) != 3:
+            raise UserError(
+                f"taps: llama.cpp takes exactly 3 layers, this head reads {len(drafter.taps)}; "
+                "export it --to vllm, or train on three"
+            )
+    elif isinstance(drafter, Small):
+        hf_model.check(drafter, "llama.cpp")
+        _check_draft_model(drafter)
+    _check_tokenizer(drafter, serving)
+
+
+def _check_draft_model(drafter: Small) -> None:
+    config = drafter.lm.config
+    if config.model_type not in _DRAFT_MODELS:
+        raise UserError(
+            f"small: no GGUF of model type {config.model_type} is written here; export it --to "
+            "transformers, and convert that folder with llama.cpp's convert_hf_to_gguf.py"
+        )
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if kind not in ("default", "llama3"):
+        raise UserError(
+            f"small: no GGUF of rope type {kind} is written here; export it --to transformers, "
+            "and convert that folder with llama.cpp's convert_hf_to_gguf.py"
+        )
+
+
+def _check_tokenizer(drafter: Drafter, serving: Serving) -> None:
+    """Raises UserError unless target_gguf holds this target's tokens, id by id."""
+    if serving.target_gguf is None:
+        raise UserError(
+            "--target-gguf: llama.cpp reads the tokenizer from the draft's file; give the GGUF of "
+            "the target that you serve (made by llama.cpp's convert_hf_to_gguf.py)"
+        )
+    path = serving.target_gguf
+    try:
+        fields = gguf.GGUFReader(str(path)).fields
+    except (OSError, ValueError, IndexError, KeyError) as error:
+        line = " ".join(str(error).split())
+        raise UserError(f"{path}: cannot be read as GGUF ({line}); give another") from None
+    names = [f"tokenizer.ggml.{key}" for key in ("tokens", "token_type")]
+    if any(name not in fields for name in names):
+        raise UserError(f"{path}: holds no tokenizer; give the GGUF of the target itself")
+    tokens, types = (fields[name].contents() for name in names)
+    target = drafter.target
+    if len(tokens) != target.vocab_size:
+        raise UserError(
+            f"{path}: has {len(tokens)} tokens, the target {target.source.spec} has "
+            f"{target.vocab_size}; give the GGUF of that target"
+        )
+    # Other kinds (control, user-defined, unused) are respelt by the converter.
+    for token, index in target.tokenizer.get_vocab().items():
+        if types[index] == gguf.TokenType.NORMAL and tokens[index] != token:
+            raise UserError(
+                f"{path}: token {index} is {tokens[index]!r}, the target {target.source.spec} "
+                f"has {token!r}; give the GGUF of that target"
+            )
+
+
+def write(drafter: Drafter, folder: Path, serving: Serving) -> None:
+    if isinstance(drafter, Eagle):
+        writer = gguf.GGUFWriter(folder / FILE, "eagle3")
+        _write_eagle3(writer, drafter, serving)
+    else:
+        assert isinstance(drafter, Small)
+        arch, interleaved = _DRAFT_MODELS[drafter.lm.config.model_type]
+        writer = gguf.GGUFWriter(folder / FILE, gguf.MODEL_ARCH_NAMES[arch])
+        _write_draft_model(writer, drafter, serving, arch, interleaved)
+    _copy_tokenizer(writer, serving)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _copy_tokenizer(writer: gguf.GGUFWriter, serving: Serving) -> None:
+    for key, found in gguf.GGUFReader(str(serving.target_gguf)).fields.items():
+        if key.startswith("tokenizer.") and len(found.data):
+            kind, *inner = found.types
+            writer.add_key_value(key, found.contents(), kind, *inner[-1:])
+
+
+def _write_shape(writer: gguf.GGUFWriter, config: dict[str, Any], dtype: torch.dtype) -> None:
+    """The keys that every architecture has, from a config as transformers writes it."""
+    writer.add_file_type(_TYPES[dtype][1])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+
+
+def _write_eagle3(writer: gguf.GGUFWriter, drafter: Eagle, serving: Serving) -> None:
+    block = layouts.block_of(drafter)
+    _write_shape(writer, layouts.llama_body(block, drafter.target, serving.length), serving.dtype)
+    writer.add_array("eagle3.target_layers", layouts.layer_ids(drafter))
+    writer.add_uint32("eagle3.target_hidden_size", drafter.target.hidden_size)
+    writer.add_bool("eagle3.norm_before_residual", drafter.config.norm_before_residual)
+    writer.add_bool("eagle3.norm_before_fc", False)
+    names = {
+        "input_layernorm": "attn_norm",
+        "hidden_norm": "attn_norm_2",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    }
+    rest = {
+        "fc": "fc",
+        "norm": "output_norm",
+        "lm_head": "output",
+        "embed_tokens": "token_embd",
+    }
+    tensors = layouts.eagle3_tensors(drafter, "layer")
+    tensors.pop("t2d", None)  # not read
+    if tensors.pop("d2t", None) is not None:
+        assert drafter.vocab.ids is not None
+        writer.add_tensor("d2t", drafter.vocab.ids.cpu().numpy())
+    for name, tensor in tensors.items():
+        short = name.removesuffix(".weight")
+        if short.startswith("layer."):
+            short = short.removeprefix("layer.")
+            if short.endswith(("q_proj", "k_proj")):
+                tensor = _interleaved(tensor, block.head_dim)
+            _add(writer, f"blk.0.{names[short]}.weight", tensor, serving.dtype)
+        else:
+            _add(writer, f"{rest[short]}.weight", tensor, serving.dtype)
+
+
+def _write_draft_model(
+    writer: gguf.GGUFWriter, drafter: Small, serving: Serving, arch: int, interleaved: bool
+) -> None:
+    hf = hf_model.merged(drafter, torch.float32)
+    config = hf.config.to_dict() | {"max_position_embeddings": serving.length}
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    config["num_key_value_heads"] = config.get("num_key_value_heads") or heads
+    config["head_dim"] = config.get("head_dim") or hidden // heads
+    _write_shape(writer, config, serving.dtype)
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    for name, tensor in hf.state_dict().items():
+        if name == "lm_head.weight" and config["tie_word_embeddings"]:
+            continue  # llama.cpp takes the embedding's
+        if interleaved and name.endswith(("q_proj.weight", "k_proj.weight")):
+            tensor = _interleaved(tensor, config["head_dim"])
+        _add(writer, names.get_name(name, (".weight", ".bias")), tensor, serving.dtype)
+    rope = config["rope_parameters"]
+    if rope.get("rope_type") == "llama3":
+        # By how much llama3's scaling slows each frequency down.
+        steps = torch.arange(0, config["head_dim"], 2).float() / config["head_dim"]
+        slowed = rope["rope_theta"] ** -steps / hf.model.rotary_emb.inv_freq
+        writer.add_tensor("rope_freqs.weight", slowed.numpy())
+
+
+def _interleaved(weight: Tensor, head_dim: int) -> Tensor:
+    """Rows (heads * D, ..) for rotation of neighbours, from rows for rotation of halves."""
+    halves = weight.unflatten(0, (-1, 2, head_dim // 2))  # (heads, 2, D/2, ..)
+    return halves.transpose(1, 2).flatten(0, 2)
+
+
+def _add(writer: gguf.GGUFWriter, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    """Vectors stay fp32: llama.cpp multiplies by norms in no other type."""
+    data = tensor.detach().float().cpu().contiguous().numpy()
+    kind = _TYPES[dtype][0] if data.ndim > 1 else gguf.GGMLQuantizationType.F32
+    packed: Any = gguf.quants.quantize(data, kind)
+    writer.add_tensor(name, np.ascontiguousarray(packed), raw_dtype=kind)
+
+
+def command(drafter: Drafter, folder: Path, serving: Serving) -> str:
+    kind = {"eagle": "draft-eagle3", "small": "draft-simple"}[drafter.family]
+    return (
+        f"llama-server -m {serving.target_gguf} -md {folder / FILE} --spec-type {kind} "
+        f"--spec-draft-n-max {serving.k} --spec-draft-p-min 0 -c {serving.length}"
+    )

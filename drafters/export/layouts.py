@@ -1,0 +1,146 @@
+"""What several servers' forms are made of: weights in a dtype, a Llama body, EAGLE-3's layout.
+
+EAGLE-3's original layout (github.com/SafeAILab/EAGLE, eagle/model/cnets.py) is what vLLM, SGLang,
+TensorRT-LLM and llama.cpp's converter all read; they differ in how they name tapped layers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draftsmith.drafters.eagle import Eagle
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.layers import BlockConfig
+from draftsmith.drafters.target import Target
+
+
+def save(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """config.json and model.safetensors, as every server but llama.cpp reads them."""
+    whole = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+
+
+def cast(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Weights in the dtype of the export; integers and flags keep theirs."""
+    return {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
+
+
+def named(dtype: torch.dtype) -> str:
+    """A dtype as config files write it: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def llama_body(block: BlockConfig, target: Target, length: int) -> dict[str, Any]:
+    """A Llama config of one layer: the block's own rope, and positions up to the longest text.
+
+    rope_theta stands twice, as transformers 4 and 5 name it.
+    """
+    ends = target.eos_ids
+    return {
+        "model_type": "llama",
+        "vocab_size": target.vocab_size,
+        "hidden_size": block.hidden_size,
+        "intermediate_size": block.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": block.num_heads,
+        "num_key_value_heads": block.num_kv_heads,
+        "head_dim": block.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": block.rms_norm_eps,
+        "max_position_embeddings": length,
+        "rope_theta": block.rope_theta,
+        "rope_parameters": {"rope_theta": block.rope_theta, "rope_type": "default"},
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": target.tokenizer.bos_token_id,
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+    }
+
+
+# EAGLE-3
+
+
+def block_of(drafter: Eagle) -> BlockConfig:
+    assert drafter.config.block is not None  # filled in by the constructor
+    return drafter.config.block
+
+
+def layer_ids(drafter: Eagle) -> list[int]:
+    """The tapped layers, ascending: vLLM sorts them. DESIGN.md's ids, 0 = embedding output."""
+    return sorted(tap for tap in drafter.taps if isinstance(tap, int))
+
+
+def check_eagle3(drafter: Eagle, server: str, lowest: int = 0) -> None:
+    """Raises UserError for taps that no server can give: the final norm's output, and the last
+    layer's, as servers record what a layer reads. lowest: the first id that the server can name."""
+    last = drafter.target.num_layers - 1
+    if "normed" in drafter.taps:
+        raise UserError(f"taps: {server} gives no state after the final norm; train on layer ids")
+    ids = layer_ids(drafter)
+    if ids[0] < lowest or ids[-1] > last:
+        raise UserError(
+            f"taps: {server} gives layers {lowest}..{last} of this target, not {ids}; train on "
+            "taps among them"
+        )
+
+
+def eagle3_flags(drafter: Eagle) -> dict[str, Any]:
+    """What decides how an EAGLE-3 layer is computed; servers' defaults for these differ."""
+    return {
+        "draft_vocab_size": drafter.vocab.draft_size,
+        "norm_before_residual": drafter.config.norm_before_residual,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "target_hidden_size": drafter.target.hidden_size,
+        "num_aux_hidden_states": len(drafter.taps),
+    }
+
+
+def eagle3_tensors(drafter: Eagle, layer: str) -> dict[str, Tensor]:
+    """Its tensors, those of the decoder layer under the prefix `layer`; fc's columns in the order
+    of the ascending layers.
+
+    lm_head is written even where it is the target's own. Embeddings are the target's and left out,
+    unless the target scales them (Gemma): servers share the bare table.
+    """
+    width = drafter.target.hidden_size
+    taps = list(drafter.taps)
+    order = sorted(range(len(taps)), key=lambda i: int(taps[i]))
+    columns = [drafter.fc.weight[:, i * width : (i + 1) * width] for i in order]
+    out = {"fc.weight": torch.cat(columns, dim=1), "norm.weight": drafter.norm.weight}
+    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        out[f"{layer}.{name}.weight"] = getattr(drafter, name).weight
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        out[f"{layer}.self_attn.{name}.weight"] = getattr(drafter.self_attn, name).weight
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        out[f"{layer}.mlp.{name}.weight"] = getattr(drafter.mlp, name).weight
+    vocab, head = drafter.vocab, drafter.lm_head or drafter.target.lm_head
+    kept = head is drafter.target.lm_head and vocab.ids is not None
+    out["lm_head.weight"] = head.weight[vocab.ids] if kept else head.weight
+    if vocab.ids is not None:
+        out["d2t"] = vocab.offsets()
+        out["t2d"] = torch.zeros(vocab.size, dtype=torch.bool)
+        out["t2d"][vocab.ids] = True
+    if scales_embeddings(drafter.target):
+        out["embed_tokens.weight"] = embedded(drafter.target)
+    return out
+
+
+def scales_embeddings(target: Target) -> bool:
+    """Whether what the layers read is not simply a row of the embedding's table."""
+    some = torch.arange(min(8, target.vocab_size), device=target.device)
+    return not torch.equal(target.embedding(some), target.embedding.weight[some])
+
+
+def embedded(target: Target) -> Tensor:
+    """What the target's layers read for every token (V, H)."""
+    return target.embedding(torch.arange(target.vocab_size, device=target.device))

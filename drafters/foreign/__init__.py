@@ -1,0 +1,74 @@
+"""Drafters in other toolkits' and servers' formats, read as draftsmith drafters.
+
+    config.json tells                                        read by
+    family and target                                        base.load (our own)
+    speculators_model_type eagle3                            eagle3 (vLLM, speculators)
+    draft_vocab_size, or an architecture of EAGLE-3          eagle3 (EAGLE, SGLang, TensorRT-LLM)
+    a GGUF, alone in a folder or named itself                gguf (llama.cpp)
+    any other causal LM                                      causal_lm (transformers)
+
+A reader takes every tensor of the file or fails: a missing or a left-over one is an error, as are
+settings whose meaning draftsmith does not have. The writers (drafters/export) are not imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from draftsmith.drafters import base
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.foreign import files
+from draftsmith.drafters.target import Target
+
+
+def load(path: Path, target: Target) -> Drafter:
+    """The drafter in a folder or GGUF of any known format, on the target's device.
+
+    Raises UserError for a format or setting that draftsmith does not have, for tensors that are
+    missing, left over or of another shape, and for another target's drafter.
+    """
+    about = files.config(path)
+    if ours(about):
+        return base.load(path, target)
+    reader = importlib.import_module(f"draftsmith.drafters.foreign.{_reader(path, about)}")
+    try:
+        drafter = reader.read(path, about, target)
+    except KeyError as error:
+        raise UserError(f"{path}: config.json has no {error.args[0]}; copy it again") from None
+    return drafter.to(target.device, target.dtype).eval()
+
+
+def ours(about: dict[str, Any]) -> bool:
+    return "family" in about and isinstance(about.get("target"), dict)
+
+
+def _reader(path: Path, about: dict[str, Any]) -> str:
+    """The module that reads this format. Raises UserError for one that none does."""
+    if files.gguf_in(path) is not None:
+        return "gguf"
+    kind = about.get("speculators_model_type")
+    architectures = about.get("architectures") or ["?"]
+    if kind not in (None, "eagle3"):
+        raise UserError(f"{path}: speculators' {kind} is not read here; known is eagle3")
+    if kind or "draft_vocab_size" in about or "Eagle3" in architectures[0]:
+        return "eagle3"
+    if "model_type" in about:
+        return "causal_lm"
+    raise UserError(
+        f"{path}: no format that is known here ({architectures[0]}); give EAGLE-3 in the layout "
+        "of EAGLE, SGLang, TensorRT-LLM or speculators, a GGUF, or a causal LM"
+    )
+
+
+def made_for(path: Path) -> str | None:
+    """The target that a folder names as its own, where it names one."""
+    card = path / "card.json"
+    if card.is_file():
+        return files.json_of(card).get("target", {}).get("spec")
+    about = files.config(path)
+    verifier = about.get("speculators_config", {}).get("verifier", {})
+    named = about.get("base_model_name_or_path") or verifier.get("name_or_path")
+    return about["target"].get("spec") if ours(about) else named

@@ -1,0 +1,171 @@
+"""EAGLE-3 heads as EAGLE, SGLang, TensorRT-LLM and vLLM (speculators) store them.
+
+Layer ids: those at config.json's top level are DESIGN.md's own (vLLM, llama.cpp); those inside
+`eagle_config` count layers' outputs from 0 (SGLang, TensorRT-LLM, ModelOpt), one less. Without any
+all four take 2, L//2, L-3. d2t is an offset: target id = draft id + d2t[draft id].
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.drafters import base
+from draftsmith.drafters.eagle import Eagle, EagleConfig
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.foreign.files import Tensors
+from draftsmith.drafters.layers import BlockConfig
+from draftsmith.drafters.target import Target
+from draftsmith.drafters.vocab import VocabMap
+
+
+def read(folder: Path, about: dict[str, Any], target: Target) -> Eagle:
+    """See `foreign.load`."""
+    where = folder / "config.json"
+    speculators = "speculators_model_type" in about
+    shape = about["transformer_layer_config"] if speculators else about
+    block = _block(where, shape)
+    flags = about | about.get("eagle_config", {})
+    for key in ("norm_before_fc", "fc_norm", "use_aux_norm", "norm_output", "eh_proj_before_attn"):
+        if flags.get(key):
+            raise UserError(f"{where}: {key} is set, which this version of draftsmith has not")
+    if shape["vocab_size"] != target.vocab_size:
+        raise UserError(
+            f"{where}: vocab_size is {shape['vocab_size']}, the target {target.source.spec} has "
+            f"{target.vocab_size}; give the target that this head was made for"
+        )
+    tensors = Tensors(folder)
+    tensors.rename("model.", "")
+    tensors.rename("midlayer.", "layers.0.")
+    size = about.get("draft_vocab_size") or target.vocab_size
+    ids = _vocab(tensors, size, target.vocab_size)
+    own = "lm_head.weight" in tensors.left
+    if not own and size != target.vocab_size:
+        tensors.take("lm_head.weight")  # says that it is missing
+    config = EagleConfig(
+        taps=list(_taps(where, about, shape, target)),
+        draft_vocab=size,
+        head="own" if own else "target",
+        # The two layouts' defaults in vLLM, llama_eagle3.py and configs/speculators/algos.py.
+        norm_before_residual=about.get("norm_before_residual", speculators),
+        block=block,
+    )
+    try:
+        drafter = Eagle(target, config)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    _check_embeddings(tensors, target)
+    stored = _weights(tensors, block, len(drafter.taps))
+    if own:
+        stored["lm_head.weight"] = tensors.take("lm_head.weight", size, block.hidden_size)
+    if ids is not None:
+        stored["draft_ids"] = ids
+    tensors.done()
+    base.fill(drafter, stored, tensors.path)
+    return drafter
+
+
+def _block(where: Path, shape: dict[str, Any]) -> BlockConfig:
+    """The layer's shape. Raises UserError for settings that our block does not have."""
+    rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    expected = {
+        "num_hidden_layers": (shape["num_hidden_layers"], 1),
+        "hidden_act": (shape.get("hidden_act", "silu"), "silu"),
+        "attention_bias": (bool(shape.get("attention_bias")), False),
+        "rope_type": (kind, "default"),
+        "partial_rotary_factor": (rope.get("partial_rotary_factor", 1.0), 1.0),
+    }
+    for key, (found, wanted) in expected.items():
+        if found != wanted:
+            raise UserError(f"{where}: {key} is {found}; draftsmith's EAGLE-3 has {wanted}")
+    heads = shape["num_attention_heads"]
+    return BlockConfig(
+        hidden_size=shape["hidden_size"],
+        intermediate_size=shape["intermediate_size"],
+        num_heads=heads,
+        num_kv_heads=shape.get("num_key_value_heads") or heads,
+        head_dim=shape.get("head_dim") or shape["hidden_size"] // heads,
+        rms_norm_eps=shape["rms_norm_eps"],
+        rope_theta=float(rope.get("rope_theta") or shape.get("rope_theta") or 10000.0),
+        max_positions=shape["max_position_embeddings"],
+    )
+
+
+def _taps(where: Path, about: dict[str, Any], shape: dict[str, Any], target: Target) -> list[int]:
+    """DESIGN.md's ids. Raises UserError where the two ways of writing them disagree."""
+    outer = about.get("eagle_aux_hidden_state_layer_ids")
+    inner = about.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
+    if inner is not None:
+        inner = [output + 1 for output in inner]
+    if outer and inner and outer != inner:
+        raise UserError(
+            f"{where}: eagle_aux_hidden_state_layer_ids {outer} and eagle_config's (outputs, one "
+            f"less) {[i - 1 for i in inner]} name different layers; keep the right one"
+        )
+    layers = target.num_layers
+    taps = outer or inner or [2, layers // 2, layers - 3]
+    count = shape.get("num_aux_hidden_states", about.get("num_aux_hidden_states", len(taps)))
+    if count != len(taps):
+        raise UserError(f"{where}: num_aux_hidden_states is {count}, it names {len(taps)} layers")
+    return taps
+
+
+def _vocab(tensors: Tensors, size: int, full: int) -> Tensor | None:
+    """Target ids (Vd,) of the draft ids; None where they are the same."""
+    if size == full:
+        for name in ("d2t", "t2d"):  # all zero, all true: some write them nonetheless
+            if name in tensors.left and tensors.take(name, full).bool().any() != (name == "t2d"):
+                raise UserError(f"{tensors.path}: {name} is no identity, yet all tokens are kept")
+        return None
+    offsets = tensors.take("d2t", size)
+    ids = offsets.long() + torch.arange(size)
+    try:
+        vocab = VocabMap(full, ids)
+    except UserError as error:
+        raise UserError(
+            f"{tensors.path}: d2t: {error} (it holds offsets: target id minus draft id)"
+        ) from None
+    if "t2d" in tensors.left:
+        member = tensors.take("t2d", full).bool()
+        if not torch.equal(member, vocab.to_draft(torch.arange(full)) >= 0):
+            raise UserError(f"{tensors.path}: d2t and t2d keep different tokens; copy it again")
+    return ids
+
+
+def _check_embeddings(tensors: Tensors, target: Target) -> None:
+    """Embeddings in the file must be the target's: our head reads those."""
+    name = "embed_tokens.weight"
+    if name not in tensors.left:
+        return
+    stored = tensors.take(name, target.vocab_size, target.hidden_size)
+    theirs = target.embedding(torch.arange(target.vocab_size, device=target.device)).cpu()
+    if not torch.allclose(stored.float(), theirs.to(stored.dtype).float(), rtol=1e-2, atol=1e-4):
+        raise UserError(
+            f"{tensors.path}: {name} is not the target's; a head with embeddings of its own is "
+            "not read here"
+        )
+
+
+def _weights(tensors: Tensors, block: BlockConfig, taps: int) -> dict[str, Tensor]:
+    H, inner = block.hidden_size, block.intermediate_size
+    queries, keys = block.num_heads * block.head_dim, block.num_kv_heads * block.head_dim
+    layer = {
+        "input_layernorm": (H,),
+        "hidden_norm": (H,),
+        "post_attention_layernorm": (H,),
+        "self_attn.q_proj": (queries, 2 * H),
+        "self_attn.k_proj": (keys, 2 * H),
+        "self_attn.v_proj": (keys, 2 * H),
+        "self_attn.o_proj": (H, queries),
+        "mlp.gate_proj": (inner, H),
+        "mlp.up_proj": (inner, H),
+        "mlp.down_proj": (H, inner),
+    }
+    out = {f"{n}.weight": tensors.take(f"layers.0.{n}.weight", *s) for n, s in layer.items()}
+    out["fc.weight"] = tensors.take("fc.weight", H, taps * H)
+    out["norm.weight"] = tensors.take("norm.weight", H)
+    return out

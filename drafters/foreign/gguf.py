@@ -1,0 +1,130 @@
+"""llama.cpp's GGUF files of drafters: EAGLE-3 heads and draft models.
+
+Keys and names: llama.cpp b11434, src/models/eagle3.cpp and src/llama-arch.cpp. Its EAGLE-3 and
+Llama rotate neighbours (LLAMA_ROPE_TYPE_NORM), so q and k rows come back to halves here; d2t holds
+absolute target ids. Draft models are read by transformers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf import GGUFReader
+from gguf.quants import dequantize
+from torch import Tensor
+
+from draftsmith.drafters import base
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.eagle import Eagle, EagleConfig
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.foreign import causal_lm
+from draftsmith.drafters.foreign.files import gguf_in
+from draftsmith.drafters.layers import BlockConfig
+from draftsmith.drafters.target import Target
+
+_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn_norm_2": "hidden_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def read(path: Path, about: dict[str, Any], target: Target) -> Drafter:
+    """See `foreign.load`."""
+    file = gguf_in(path)
+    assert file is not None
+    try:
+        reader = GGUFReader(str(file))
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        line = " ".join(str(error).split())
+        raise UserError(f"{file}: cut short or broken ({line}); copy it again") from None
+    keys = {name: field.contents() for name, field in reader.fields.items() if "." in name}
+    if len(keys["tokenizer.ggml.tokens"]) != target.vocab_size:
+        raise UserError(
+            f"{file}: has {len(keys['tokenizer.ggml.tokens'])} tokens, the target "
+            f"{target.vocab_size}; give the target that this drafter was made for"
+        )
+    if keys["general.architecture"] != "eagle3":
+        return causal_lm.read_gguf(file, target)
+    return _eagle3(file, keys, _tensors(reader), target)
+
+
+def _tensors(reader: GGUFReader) -> dict[str, Tensor]:
+    """Names and values; d2t whole, all else in fp32."""
+    out = {}
+    for t in reader.tensors:
+        whole = t.name == "d2t"
+        array = t.data if whole else dequantize(t.data, t.tensor_type)
+        out[t.name] = torch.tensor(array)
+    return out
+
+
+def _eagle3(file: Path, keys: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> Eagle:
+    def key(name: str) -> Any:
+        try:
+            return keys[f"eagle3.{name}"]
+        except KeyError:
+            raise UserError(f"{file}: has no eagle3.{name}; convert the head again") from None
+
+    if keys.get("eagle3.norm_before_fc"):
+        raise UserError(f"{file}: eagle3.norm_before_fc is set, which draftsmith has not")
+    block = BlockConfig(
+        hidden_size=key("embedding_length"),
+        intermediate_size=key("feed_forward_length"),
+        num_heads=key("attention.head_count"),
+        num_kv_heads=key("attention.head_count_kv"),
+        head_dim=key("attention.key_length"),
+        rms_norm_eps=key("attention.layer_norm_rms_epsilon"),
+        rope_theta=key("rope.freq_base"),
+        max_positions=key("context_length"),
+    )
+    ids = tensors.pop("d2t", None)
+    config = EagleConfig(
+        taps=list(key("target_layers")),
+        draft_vocab=target.vocab_size if ids is None else len(ids),
+        head="own" if "output.weight" in tensors else "target",
+        norm_before_residual=bool(keys.get("eagle3.norm_before_residual")),
+        block=block,
+    )
+    stored = {} if ids is None else {"draft_ids": ids}
+    rest = {"fc.weight": "fc.weight", "output_norm.weight": "norm.weight"}
+    rest["output.weight"] = "lm_head.weight"
+    embeddings = tensors.pop("token_embd.weight", None)
+    if embeddings is not None:
+        ours = target.embedding(torch.arange(target.vocab_size, device=target.device)).cpu()
+        if not torch.allclose(embeddings, ours.float(), rtol=1e-2, atol=1e-4):
+            raise UserError(f"{file}: token_embd.weight is not the target's; not read here")
+    for name, tensor in tensors.items():
+        parts = name.split(".")
+        if name in rest:
+            stored[rest[name]] = tensor
+        elif parts[:2] == ["blk", "0"] and parts[2] in _BLOCK:
+            if parts[2] in ("attn_q", "attn_k"):
+                tensor = _halves(tensor, block.head_dim)
+            stored[f"{_BLOCK[parts[2]]}.weight"] = tensor
+        else:
+            raise UserError(f"{file}: tensor {name} is unexpected; draftsmith would not use it")
+    try:
+        drafter = Eagle(target, config)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+    base.fill(drafter, stored, file)
+    return drafter
+
+
+def _halves(weight: Tensor, head_dim: int) -> Tensor:
+    """Rows for rotation of halves, from rows (heads * D, ..) for rotation of neighbours."""
+    out = torch.empty_like(weight)
+    for head in range(0, len(weight), head_dim):
+        rows = weight[head : head + head_dim]
+        out[head : head + head_dim] = torch.cat([rows[0::2], rows[1::2]])
+    return out

@@ -1,0 +1,208 @@
+"""What Medusa and Hydra share: heads on one state of the target, the j-th of which drafts depth j.
+
+Every head reads g_a, the target's last state after its final norm (tap "normed"), of the anchor
+alone: nothing of the text is cached but that. A head is residual blocks and an lm_head, and starts
+as the target's own next-token law at the anchor. What else its blocks read is each family's own.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from draftsmith.drafters.base import (
+    Drafter,
+    DrafterConfig,
+    Policy,
+    Proposal,
+    Unroll,
+    rows_of,
+)
+from draftsmith.drafters.batch import Batch, align
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.grow import grow
+from draftsmith.drafters.sampling import Noise, Sampler
+from draftsmith.drafters.target import Target
+from draftsmith.drafters.vocab import VocabMap, most_frequent
+
+
+class HeadsConfig(DrafterConfig):
+    """heads: the longest draft. layers: residual blocks in each head. draft_vocab: kept target
+    tokens, None = all.
+
+    head "own": each head trains an lm_head that starts as the target's rows; "target": all share
+    the target's, frozen.
+    """
+
+    heads: int = Field(default=4, ge=1)
+    layers: int = Field(default=1, ge=1)
+    draft_vocab: int | None = Field(default=None, ge=1)
+    head: Literal["own", "target"] = "own"
+
+
+@dataclass
+class HeadsState:
+    """g (B, H): the normed state at the anchor; length (B,): committed tokens."""
+
+    g: Tensor
+    length: Tensor
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(linear(x)): the identity until it is trained."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = zeroed(nn.Linear(size, size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.linear(x))
+
+
+def zeroed(linear: nn.Linear) -> nn.Linear:
+    """The layer with all its weights at 0."""
+    for parameter in linear.parameters():
+        nn.init.zeros_(parameter)
+    return linear
+
+
+class Heads(Drafter):
+    """Base of the families with one head per depth."""
+
+    Config = HeadsConfig
+    trees = True
+    depths_apart = True
+    config: HeadsConfig
+
+    def __init__(self, target: Target, config: HeadsConfig) -> None:
+        """Raises UserError for a draft vocabulary larger than the target's."""
+        size = config.draft_vocab or target.vocab_size
+        if size > target.vocab_size:
+            raise UserError(
+                f"draft_vocab: {size} is more than the target's {target.vocab_size} tokens"
+            )
+        super().__init__(target, config.model_copy(update={"draft_vocab": size}))
+        self.taps = ["normed"]
+        self.longest = config.heads
+        H = target.hidden_size
+        self.blocks = nn.ModuleList(
+            nn.Sequential(self._first_block(j, H), *map(ResidualBlock, [H] * (config.layers - 1)))
+            for j in range(config.heads)
+        )
+        self.lm_heads: nn.ModuleList | None = None
+        if config.head == "own":
+            rows = (nn.Linear(H, size, bias=False) for _ in range(config.heads))
+            self.lm_heads = nn.ModuleList(rows)
+        if size < target.vocab_size:
+            self.register_buffer("draft_ids", torch.arange(size))
+
+    @classmethod
+    def create(cls, target: Target, config: HeadsConfig, counts: Tensor | None = None) -> Heads:
+        """Fresh heads; counts (V,) choose the draft vocabulary."""
+        drafter = cls(target, config)
+        size = drafter.config.draft_vocab
+        if size is not None and size < target.vocab_size:
+            if counts is None:
+                raise UserError("draft_vocab: needs training answers to count tokens in")
+            drafter.set_vocab(most_frequent(counts, size))
+        with torch.no_grad():
+            for head in drafter.lm_heads or ():
+                head.weight.copy_(drafter._target_rows())
+        return drafter
+
+    def set_vocab(self, vocab: VocabMap) -> None:
+        self.vocab = vocab.to(next(self.parameters()).device)
+        if vocab.ids is not None:
+            self.draft_ids = vocab.ids.clone()
+
+    def load_state_dict(self, state: dict, *args, **kwargs):  # type: ignore[no-untyped-def, override]
+        result = super().load_state_dict(state, *args, **kwargs)
+        if "draft_ids" in state:
+            self.set_vocab(VocabMap(self.target.vocab_size, state["draft_ids"]))
+        return result
+
+    @abstractmethod
+    def _first_block(self, depth: int, hidden: int) -> nn.Module:
+        """The block of head `depth` that reads the inputs."""
+
+    @abstractmethod
+    def _state(self, depth: int, g: Tensor, line: Tensor) -> Tensor:
+        """What head `depth` makes of g (.., H) and line (.., depth + 1), the tokens x_{a+1} ..
+        x_{a+1+depth}: (.., H)."""
+
+    def _head(self, depth: int, hidden: Tensor) -> Tensor:
+        """Draft logits (.., Vd) of a depth's states (.., H)."""
+        if self.lm_heads is not None:
+            return self.lm_heads[depth](hidden)
+        return F.linear(hidden, self._target_rows().to(hidden.dtype))
+
+    def _target_rows(self) -> Tensor:
+        """Rows (Vd, H) of the target's lm_head."""
+        rows, ids = self.target.lm_head.weight, self.vocab.ids
+        return rows if ids is None else rows[ids.to(rows.device)]
+
+    def logits(self, hidden: Tensor, prev: Tensor, depth: Tensor) -> Tensor:
+        """Each row through its depth's lm_head. How many rows each gets is read on the host; a
+        proposal, which goes depth by depth, asks `_head` itself."""
+        if self.lm_heads is None:
+            return self._head(0, hidden)
+        order = depth.argsort(stable=True)
+        parts = hidden[order].split(depth.bincount(minlength=self.config.heads).tolist())
+        out = torch.cat([self._head(j, part) for j, part in enumerate(parts)])  # (n, Vd)
+        return torch.empty_like(out).index_copy_(0, order, out)
+
+    def unroll(self, batch: Batch, depths: int, anchors: Tensor | None = None) -> Unroll:
+        """One pass of every head over the anchors' states; nothing exists beyond the heads."""
+        K = min(depths, self.config.heads)
+        alignment = align(batch, K, anchors)
+        row = torch.arange(batch.tokens.shape[0], device=batch.device).unsqueeze(1)
+        g = self._features(batch.features)[row, alignment.anchors.clamp(min=0)]  # (B, A, H)
+        line = batch.tokens[row.unsqueeze(2), alignment.compare]  # (B, A, K) x_{a+1} ..
+        states = [self._state(j, g, line[:, :, : j + 1]) for j in range(K)]
+        out = rows_of(torch.stack(states, dim=2), alignment, batch)
+        out.index = F.pad(out.index, (0, depths - K), value=-1)
+        return out
+
+    def _features(self, features: dict[str, Tensor]) -> Tensor:
+        return features["normed"].to(next(self.parameters()).dtype)  # (B, T, H)
+
+    def start(self, rows: int, capacity: int) -> HeadsState:
+        weight = next(self.parameters())
+        g = weight.new_zeros(rows, self.target.hidden_size)
+        return HeadsState(g, torch.zeros(rows, dtype=torch.long, device=weight.device))
+
+    def extend(
+        self, state: HeadsState, tokens: Tensor, features: dict[str, Tensor], counts: Tensor
+    ) -> None:
+        g = self._features(features)  # (B, W, H)
+        last = (counts - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, g.shape[2])
+        moved = (counts > 0).unsqueeze(1)
+        state.g.copy_(torch.where(moved, g.gather(1, last).squeeze(1), state.g))
+        state.length += counts
+
+    def propose(
+        self, state: HeadsState, root: Tensor, policy: Policy, sampler: Sampler, noise: Noise
+    ) -> Proposal:
+        if policy.is_chain:
+            policy = replace(policy, k=min(policy.k, self.config.heads))
+        g, depths = state.g.unsqueeze(1), count()
+        line = root.view(-1, 1, 1)  # (B, W, j + 1) of the depth that was fed last
+
+        def forward(tokens: Tensor, parent: Tensor, seen: Tensor) -> Tensor:
+            nonlocal line
+            j, (W, fed) = next(depths), seen.shape[1:]
+            if j:
+                above = parent - (fed - W - line.shape[1])  # (B, W) within the depth before
+                above = above.unsqueeze(2).expand(-1, -1, j)
+                line = torch.cat([line.gather(1, above), tokens.unsqueeze(2)], dim=2)
+            logits = self._head(j, self._state(j, g, line))
+            return logits.expand(-1, W, -1)  # one law for all where tokens are not read
+
+        return grow(root, state.length, policy, self.vocab, sampler, noise, forward)

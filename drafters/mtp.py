@@ -1,0 +1,261 @@
+"""MTP: modules that predict further tokens from the target's last state (DeepSeek-V3,
+arXiv 2412.19437, section 2.2).
+
+A module norms an embedding and a state, joins them by `eh_proj`, passes one decoder layer and a
+norm of its own; the target's embedding and lm_head are shared. The normed result is what lm_head
+reads and what the next step takes for its state. The first state is the target's "normed" one: so
+do vLLM 0.32, SGLang 0.5 and transformers 5.24 for every layout that mtp_weights.py reads (vLLM
+feeds GLM-4.5 back without the norm).
+
+modules: 1 is one module applied again and again (FastMTP, arXiv 2509.18362). Keys: one_layer.py;
+vLLM and SGLang run a single module in this way whatever it was trained for.
+
+modules: n is a chain of n. Module j reads rows (its predecessor's state t, x_{t+1+j}), every row at
+RoPE position t, and row a of module j is depth j. What a depth-j query of anchor a sees: module j's
+keys of rows t <= a, those beside drafted tokens included. Transformers and vLLM's second runner
+(multi_module_mtp) serve the same: they run the rows that held drafted tokens again. No query sees a
+state that module j - 1 did not make from target features, so nothing is fed back. A draft can be no
+longer than n. In the slab the row of module j that reads x_p lies in slot p of layer j; slots up to
+j hold none.
+
+Modules trained from scratch have a place in dense layouts only: MiMo's, in vLLM and SGLang.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from draftsmith.drafters import mtp_weights
+from draftsmith.drafters.attention import tree_seen
+from draftsmith.drafters.base import DrafterConfig, Policy, Proposal, Unroll, register, rows_of
+from draftsmith.drafters.batch import Batch, align
+from draftsmith.drafters.cache import Slab
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.grow import grow
+from draftsmith.drafters.layers import MLP, BlockConfig, RMSNorm, SelfAttention, init_weights
+from draftsmith.drafters.one_layer import OneLayer, last_state
+from draftsmith.drafters.sampling import Noise, Sampler
+from draftsmith.drafters.target import Target
+
+
+class MtpConfig(DrafterConfig):
+    """modules: 1 recursive, or one for each depth.
+
+    init "target" starts from the modules that the target's checkpoint ships, and takes block and
+    zero_first from it. block: None takes the shape of the target's layers. zero_first: the
+    embedding beside position 0 counts as 0, as vLLM and SGLang have it for MiMo's layout.
+    """
+
+    modules: int = Field(default=1, ge=1)
+    init: Literal["fresh", "target"] = "fresh"
+    block: BlockConfig | None = None
+    zero_first: bool = True
+
+
+@dataclass
+class ChainState:
+    """slab: keys and values, one layer a module; states (B, n, H): what each module reads beside
+    the next token."""
+
+    slab: Slab
+    states: Tensor
+
+
+class MtpModule(nn.Module):
+    """One module, under DeepSeek's names; `norm` is its shared_head.norm."""
+
+    def __init__(self, block: BlockConfig) -> None:
+        super().__init__()
+        H, eps = block.hidden_size, block.rms_norm_eps
+        self.enorm = RMSNorm(H, eps)
+        self.hnorm = RMSNorm(H, eps)
+        self.eh_proj = nn.Linear(2 * H, H, bias=False)
+        self.input_layernorm = RMSNorm(H, eps)
+        self.self_attn = SelfAttention(block, H)
+        self.post_attention_layernorm = RMSNorm(H, eps)
+        self.mlp = MLP(block)
+        self.norm = RMSNorm(H, eps)
+
+    def inputs(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention reads, and the residual, both (B, T, H)."""
+        joined = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(state)], dim=-1))
+        return self.input_layernorm(joined), joined
+
+    def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
+        """The normed state (B, T, H)."""
+        hidden = residual + self.self_attn.output(mixed)
+        return self.norm(hidden + self.mlp(self.post_attention_layernorm(hidden)))
+
+
+@register
+class Mtp(OneLayer):
+    """See the module's docstring."""
+
+    family = "mtp"
+    Config = MtpConfig
+    config: MtpConfig
+
+    def __init__(self, target: Target, config: MtpConfig) -> None:
+        """Raises UserError for a target without MTP weights, or with such as no block here holds,
+        where init asks for them; and for a block of another width than the target's."""
+        if config.init == "target" and config.block is None and isinstance(target, Target):
+            found = mtp_weights.find(target, config.modules)
+            made = {"block": found.block, "zero_first": found.layout.zero_first}
+        else:
+            made = {"block": config.block or BlockConfig.like(target.config)}
+        super().__init__(target, config.model_copy(update=made))
+        block = made["block"]
+        if target.hidden_size != block.hidden_size:
+            raise UserError(
+                f"block.hidden_size: {block.hidden_size} is not the target's {target.hidden_size}, "
+                "whose states these modules read"
+            )
+        self.taps = ["normed"]
+        self.longest = config.modules if config.modules > 1 else None
+        self.layers = nn.ModuleList(MtpModule(block) for _ in range(config.modules))
+        init_weights(self)
+
+    @classmethod
+    def create(cls, target: Target, config: MtpConfig, counts: Tensor | None = None) -> Mtp:
+        """A fresh drafter, or one with the target's own MTP weights."""
+        drafter = cls(target, config)
+        if config.init == "target":
+            found = mtp_weights.find(target, config.modules)
+            for module, tensors in zip(drafter.layers, found.load(), strict=True):
+                module.load_state_dict(tensors)
+        return drafter
+
+    @property
+    def attention(self) -> SelfAttention:
+        return self.layers[0].self_attn
+
+    def fuse(self, features: dict[str, Tensor]) -> Tensor:
+        return features["normed"].to(self.attention.q_proj.weight.dtype)
+
+    def inputs(
+        self, tokens: Tensor, state: Tensor, position: Tensor, module: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        embedded = self.target.embedding(tokens).to(state.dtype)
+        if self.config.zero_first:
+            embedded = torch.where((position == 0).unsqueeze(2), 0.0, embedded)
+        return self.layers[module].inputs(embedded, state)
+
+    def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
+        return self.layers[0].finish(residual, mixed)
+
+    def logits(self, hidden: Tensor, prev: Tensor, depth: Tensor) -> Tensor:
+        return self.target.unembed(hidden)
+
+    def unroll(self, batch: Batch, depths: int, anchors: Tensor | None = None) -> Unroll:
+        """A chain's modules are one causal pass each, over all rows: the next one reads them."""
+        if self.longest is None:
+            return super().unroll(batch, depths, anchors)
+        alignment = align(batch, depths, anchors)
+        alignment.exists &= torch.arange(depths, device=batch.device) < self.longest
+        at = alignment.anchors.clamp(min=0).unsqueeze(2)  # (B, A, 1)
+        seen = batch.segment.unsqueeze(2) == batch.segment.unsqueeze(1)
+        seen &= batch.position.unsqueeze(1) <= batch.position.unsqueeze(2)  # (B, T, T)
+        state, states = self.fuse(batch.features), []
+        for j in range(min(depths, self.longest)):
+            following = F.pad(batch.tokens[:, 1 + j :], (0, min(1 + j, batch.tokens.shape[1])))
+            x, residual = self.inputs(following, state, batch.position, j)
+            attend = self.layers[j].self_attn
+            key, value = (attend.over_groups(kv) for kv in attend.keys(x, batch.position))
+            query = attend.queries(x, batch.position)
+            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=seen.unsqueeze(1))
+            state = self.layers[j].finish(residual, mixed)  # (B, T, H)
+            states.append(state.gather(1, at.expand(-1, -1, state.shape[2])))
+        states += states[-1:] * (depths - len(states))  # of depths that do not exist
+        return rows_of(torch.stack(states, dim=2), alignment, batch)
+
+    def start(self, rows: int, capacity: int) -> Any:
+        if self.longest is None:
+            return super().start(rows, capacity)
+        weight = self.attention.q_proj.weight
+        states = weight.new_zeros(rows, self.longest, self.target.hidden_size)
+        return ChainState(Slab(rows, capacity, weight.device), states)
+
+    def extend(
+        self, state: Any, tokens: Tensor, features: dict[str, Tensor], counts: Tensor
+    ) -> None:
+        """Every module reads every token."""
+        if self.longest is None:
+            super().extend(state, tokens, features, counts)
+            return
+        slab = state.slab
+        view = slab.view(tokens.shape[1])
+        slot = slab.length.unsqueeze(1) + torch.arange(tokens.shape[1], device=tokens.device)
+        new = self.fuse(features)  # (B, W, H)
+        for j in range(self.longest):
+            before = torch.cat([state.states[:, j : j + 1], new[:, :-1]], dim=1)
+            state.states[:, j] = last_state(new, counts, state.states[:, j])
+            visible = torch.arange(view, device=tokens.device) <= slot.unsqueeze(2)  # (B, W, S)
+            new = self._read(slab, j, tokens, before, slot, slot, visible)
+        slab.commit(counts)
+
+    def propose(
+        self, state: Any, root: Tensor, policy: Policy, sampler: Sampler, noise: Noise
+    ) -> Proposal:
+        """A node of depth d is read by modules d, d + 1, ..: by the first for its law, by the
+        others for the keys that deeper nodes see. Fed nodes lie in the slots from the root's on."""
+        if self.longest is None:
+            return super().propose(state, root, policy, sampler, noise)
+        if policy.k > self.longest:  # a chain: `check` refuses deeper trees
+            policy = replace(policy, k=self.longest)
+        slab, k = state.slab, policy.k
+        start = slab.length.clone()
+        view = slab.view(policy.slots)
+        # What module j reads beside the next tokens: of the nodes fed last, which `first` precede.
+        states = [state.states[:, j : j + 1] for j in range(k)]
+        first = d = 0
+
+        def forward(tokens: Tensor, parent: Tensor, seen: Tensor) -> Tensor:
+            nonlocal states, first, d
+            W = tokens.shape[1]
+            above = (parent - first).unsqueeze(2).expand(-1, -1, states[-1].shape[2])
+            slot = slab.length.unsqueeze(1) + torch.arange(W, device=tokens.device)
+            stands = (start + d).unsqueeze(1).expand(-1, W)
+            _, visible = tree_seen(start, seen, view)
+            out = [
+                self._read(slab, j, tokens, states[j].gather(1, above), slot, stands, visible)
+                for j in range(d, k)
+            ]
+            slab.commit(torch.full_like(slab.length, W))
+            states = [*states[: d + 1], *out[:-1]]
+            depth = torch.full_like(tokens, d).flatten()
+            first, d = seen.shape[2] - W, d + 1
+            return self.logits(out[0].flatten(0, 1), tokens.flatten(), depth).unflatten(
+                0, tokens.shape
+            )
+
+        proposal = grow(root, start, policy, self.vocab, sampler, noise, forward)
+        slab.length.copy_(start)
+        return proposal
+
+    def _read(
+        self,
+        slab: Slab,
+        j: int,
+        tokens: Tensor,
+        state: Tensor,
+        slot: Tensor,
+        stands: Tensor,
+        visible: Tensor,
+    ) -> Tensor:
+        """Module j's states (B, W, H) of tokens that stand at `stands` and lie in `slot` (B, W)."""
+        position = stands - 1 - j
+        x, residual = self.inputs(tokens, state, position, j)
+        attend = self.layers[j].self_attn
+        key, value = slab.write(j, *attend.keys(x, position), visible.shape[2])
+        slots = torch.arange(visible.shape[2], device=tokens.device)
+        # Slots up to j hold no row of module j. Their own outputs only ever reach such slots, and
+        # see themselves, since a softmax over nothing is NaN.
+        visible = (visible & (slots > j)) | (slots == slot.unsqueeze(2))
+        query = attend.queries(x, position)
+        return self.layers[j].finish(residual, attend.attend(query, key, value, visible))

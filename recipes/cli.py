@@ -1,4 +1,4 @@
-"""The front door: quickstart, plan, sample, train, eval, report, certify, bench.
+"""The front door: quickstart, plan, sample, train, eval, report, certify, bench, serve-check.
 
 A user's mistake is one line on stderr and exit code 2, before any compute is spent.
 """
@@ -244,6 +244,40 @@ def bench(
         max_new_tokens, prompts, limit, shape, alpha, output, seed,
     )  # fmt: skip
     run(request)
+
+
+@app.command(
+    "serve-check",
+    epilog="Example: draftsmith serve-check exports/eagle3-vllm --server vllm; a running one: "
+    "--server http://127.0.0.1:8000",
+)
+def serve_check(
+    export: Annotated[Path, typer.Argument(help="A folder that `draftsmith export` wrote.")],
+    server: Annotated[str, typer.Option(help="vllm, llama.cpp, or a running server's URL.")],
+    target: Annotated[
+        str | None, typer.Option(help="Default: the one the drafter was made for.")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Default: the one that the export's card names.")
+    ] = None,
+    prompts: Annotated[str | None, typer.Option(help=SUITE)] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Use at most this many prompts.")] = 8,
+    k: Annotated[int | None, typer.Option(min=1, help="Default: the export's own.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 48,
+    output: Annotated[Path | None, typer.Option(help="File for the report (JSON).")] = None,
+    seed: Seed = 0,
+) -> None:
+    """Serves an export for real: the server's own counters beside replay of what it wrote."""
+    from draftsmith.recipes.serve_check import Settings
+    from draftsmith.recipes.serve_check import serve_check as run
+
+    settings = Settings(
+        export, server, target, checkpoint, prompts, limit, k, max_new_tokens, seed
+    )  # fmt: skip
+    if not run(settings, output):
+        print("error: server and replay disagree; the export serves another drafter than was "
+              "trained, or the server has a bug", file=sys.stderr)  # fmt: skip
+        raise typer.Exit(1)
 
 
 def _numbers(option: str, text: str, kind: type) -> list[Any]:

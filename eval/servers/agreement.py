@@ -33,11 +33,13 @@ from draftsmith.eval.servers.counters import Counters
 class Walk:
     """Replay's rounds through one answer, as a server counts them.
 
-    hidden: how many of the last round's drafts lie past the text's end; 0 where no round was cut.
-    ties: fp32 ties that decided how far a round went.
+    passes: verify passes, plain steps included. hidden: how many of the last round's drafts lie
+    past the text's end, 0 where no round was cut. ties: fp32 ties met, at which a round could have
+    gone another way.
     """
 
     counted: Counters
+    passes: int
     hidden: int = 0
     ties: int = 0
 
@@ -69,7 +71,7 @@ def walk(table: Table, k: int, shortens: bool, flip: int | None = None) -> Walk:
     flip: the number of the fp32 tie, in the order met, that is decided the other way.
     """
     last = len(table.limit) - 1  # the text's last token; token 0 is prefill's
-    drafts = drafted = hidden = ties = 0
+    drafts = drafted = passes = hidden = ties = 0
     accepted = [0] * k
     root = 0
     while root < last:
@@ -85,22 +87,23 @@ def walk(table: Table, k: int, shortens: bool, flip: int | None = None) -> Walk:
                 break
             accepted[m] += 1
             m += 1
+        passes += 1
         drafts += length > 0
         drafted += length
         if m == known:
             hidden = length - known
         root += 1 + m
     tokens = last + 1
-    return Walk(Counters(drafts, drafted, tuple(accepted), tokens), hidden, ties)
+    return Walk(Counters(drafts, drafted, tuple(accepted), tokens), passes, hidden, ties)
 
 
 @dataclass
 class Agreement:
     """One temperature: what the server counted, what replay expects, and where they part.
 
-    expected leaves out what hidden drafts added; cut: rounds that the limit cut; cut_accepted
-    (k,): what the server counted in them past the text's end. ties: answers that agree once an
-    fp32 tie is decided the other way. splits: answers that do not agree.
+    expected leaves out what hidden drafts added; passes: verify passes by replay; cut: rounds that
+    the limit cut; cut_accepted (k,): what the server counted in them past the text's end. ties:
+    answers that agree once an fp32 tie is decided the other way. splits: those that do not agree.
     """
 
     k: int
@@ -108,10 +111,16 @@ class Agreement:
     answers: int
     counted: Counters
     expected: Counters
+    passes: int
     cut: int
     cut_accepted: list[int]
     ties: list[int] = field(default_factory=list)
     splits: list[int] = field(default_factory=list)
+
+    @property
+    def tau(self) -> float | None:
+        """Tokens per verify pass; those that prefill yields are not counted."""
+        return (self.counted.tokens - self.answers) / self.passes if self.passes else None
 
     @property
     def holds(self) -> bool:
@@ -122,6 +131,7 @@ class Agreement:
         return vars(self) | {
             "counted": vars(self.counted),
             "expected": vars(self.expected),
+            "tau": self.tau,
             "holds": self.holds,
         }
 
@@ -131,7 +141,7 @@ def compare(
 ) -> Agreement:
     """Compares answers' counters with replay's tables of the same texts, in the same order."""
     zero = Counters(accepted=(0,) * k)
-    out = Agreement(k, temperature, len(answers), zero, zero, 0, [0] * k)
+    out = Agreement(k, temperature, len(answers), zero, zero, 0, 0, [0] * k)
     for i, (answer, table) in enumerate(zip(answers, of, strict=True)):
         found = walk(table, k, shortens)
         if not found.equals(answer.counted):
@@ -141,6 +151,7 @@ def compare(
             found = tied or found
         out.counted += answer.counted
         out.expected += found.counted
+        out.passes += found.passes
         out.cut += found.hidden > 0
         for j in range(k - found.hidden, k):
             counted = _padded(answer.counted.accepted, k)

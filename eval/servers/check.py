@@ -68,7 +68,6 @@ def report(
             "tokens": sum(len(a.tokens) for a in given),
             "tokens_per_s": speed(given),
             "plain_tokens_per_s": None if plain is None else speed(plain[temperature]),
-            "tau": tau(given),
             "texts": None,
         }
         holds &= agreement.holds
@@ -87,14 +86,3 @@ def report(
 def speed(answers: Sequence[Answer]) -> float:
     """Tokens per second as a client sees it, prompts included."""
     return sum(len(a.tokens) for a in answers) / sum(a.seconds for a in answers)
-
-
-def tau(answers: Sequence[Answer]) -> float | None:
-    """Tokens per verify pass; the one that prefill yields is not counted.
-
-    Every pass emits one token more than it accepts. A pass without drafts (llama.cpp's last one)
-    is counted too, drafted tokens past the text's end are not.
-    """
-    emitted = sum(len(a.tokens) - 1 for a in answers)
-    passes = sum(max(a.counted.drafts, 1) for a in answers)
-    return emitted / passes if passes else None

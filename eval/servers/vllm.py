@@ -15,9 +15,8 @@ from typing import Any
 from draftsmith.eval.servers.client import Kind
 
 MODULE = "vllm.entrypoints.openai.api_server"  # `vllm serve` looks for a distribution called vllm
-NAME = "target"
 # Drafter family -> vLLM's name of the method.
-METHODS = {"eagle": "eagle3", "medusa": "medusa", "small": "draft_model"}
+METHODS = {"eagle": "eagle3", "eagle1": "eagle", "medusa": "medusa", "small": "draft_model"}
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -38,7 +37,7 @@ def command(
     Prefixes are not cached, so that requests do not depend on each other.
     """
     words = [
-        str(python), "-m", MODULE, "--model", target, "--served-model-name", NAME,
+        str(python), "-m", MODULE, "--model", target,
         "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
         "--max-model-len", str(length), "--max-num-seqs", "1", "--enforce-eager",
         "--no-enable-prefix-caching",
@@ -51,7 +50,6 @@ def command(
 
 def _body(prompt: Sequence[int], tokens: int, temperature: float, seed: int) -> dict[str, Any]:
     return {
-        "model": NAME,
         "prompt": list(prompt),
         "max_tokens": tokens,
         "temperature": temperature,

@@ -1,0 +1,192 @@
+"""draftsmith serve-check EXPORT: a real server's own counters beside replay's."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from draftsmith.drafters import base
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.target import Target
+from draftsmith.eval.provenance import provenance
+from draftsmith.eval.servers import serving as servers
+from draftsmith.eval.servers.check import TEMPERATURES, Answers, collect, report
+from draftsmith.eval.servers.client import Server
+from draftsmith.eval.servers.serving import Draft
+from draftsmith.train.prompts import encode, product_prompts
+from draftsmith.train.suites import read_suite, spread
+
+CARD = "card.json"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the figures. server: "vllm", "llama.cpp" or a URL. k None: the export's own."""
+
+    export: Path
+    server: str
+    target: str | None
+    checkpoint: Path | None
+    prompts: str | None
+    limit: int
+    k: int | None
+    max_new_tokens: int
+    seed: int
+
+    @property
+    def url(self) -> bool:
+        return self.server.startswith(("http://", "https://"))
+
+
+def serve_check(settings: Settings, output: Path | None) -> bool:
+    """Prints one table and writes one JSON file; whether server and replay agree.
+
+    Raises UserError before a model is loaded where that can be told.
+    """
+    card = read_card(settings.export)
+    checkpoint = settings.checkpoint or Path(card["checkpoint"])
+    about = base.read_config(checkpoint)
+    k = settings.k or int(card["k"])
+    draft = Draft(settings.export, about["family"], k)
+    if not settings.url:
+        servers.check(settings.server, draft.family)
+        if servers.FORMS[settings.server] != card["server"]:
+            raise UserError(
+                f"{settings.export}: made for {card['server']}; export the checkpoint "
+                f"--to {servers.FORMS[settings.server]} to check it with {settings.server}"
+            )
+    if output is not None and not output.parent.is_dir():
+        raise UserError(f"{output}: no folder {output.parent}; make it, or give another --output")
+    suite = read_suite(settings.prompts) if settings.prompts else product_prompts("heldout")
+    target = Target.load(
+        settings.target or about["target"].get("spec") or "smollm2", dtype=torch.float32
+    )
+    drafter = base.load(checkpoint, target)
+    if drafter.longest is not None and k > drafter.longest:
+        raise UserError(f"--k: {k} is more than this drafter's {drafter.longest} depths; lower it")
+    prompts = encode(spread(suite, settings.limit), target)
+    length = max(map(len, prompts)) + settings.max_new_tokens
+    if length > target.max_positions:
+        raise UserError(
+            f"--max-new-tokens: {settings.max_new_tokens} after the longest prompt exceed the "
+            f"target's {target.max_positions} positions; lower it"
+        )
+
+    def serve(with_draft: Draft | None, log: Path) -> AbstractContextManager[Server]:
+        if settings.url:
+            return nullcontext(servers.running(settings.server))
+        return servers.serving(settings.server, target.source, with_draft, length, log)
+
+    found: dict[str, Any] = {}
+    given: dict[bool, Answers] = {}
+    with tempfile.TemporaryDirectory(prefix="serve-check-") as folder, _progress() as progress:
+        for speculates in (True,) if settings.url else (False, True):
+            what = "speculative" if speculates else "plain"
+            task = progress.add_task(what, total=len(prompts) * len(TEMPERATURES))
+            log = Path(folder) / f"{what}.log"
+            with serve(draft if speculates else None, log) as server:
+                given[speculates] = collect(
+                    server, prompts, settings.max_new_tokens, settings.seed,
+                    k if speculates else None, lambda task=task: progress.advance(task),
+                )  # fmt: skip
+                found["server"] = {
+                    "kind": server.kind.name,
+                    "version": server.version,
+                    "tested": server.kind.tested,
+                    "command": server.child.command if server.child else None,
+                }
+    found |= report(
+        target, drafter, k, server.kind.shortens, given[True], given.get(False)
+    )  # fmt: skip
+    found |= {
+        "export": str(settings.export),
+        "checkpoint": str(checkpoint),
+        "family": drafter.family,
+        "target": target.identity(),
+        "prompts": len(prompts),
+        "max_new_tokens": settings.max_new_tokens,
+        "seed": settings.seed,
+        **provenance(),
+    }
+    show(found, Console())
+    if output is not None:
+        output.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"written: {output}")
+    return found["holds"]
+
+
+def read_card(export: Path) -> dict[str, Any]:
+    """An export's card. Raises UserError where it is missing, broken or not ours."""
+    path = export / CARD
+    if not path.is_file():
+        raise UserError(f"{export}: no {CARD} there; give a folder that `draftsmith export` wrote")
+    try:
+        card = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error}); export the checkpoint again") from None
+    for key in ("server", "checkpoint", "k"):
+        if not isinstance(card, dict) or key not in card:
+            raise UserError(f"{path}: has no {key}; export the checkpoint again")
+    return card
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """The report as one table."""
+    server = found["server"]
+    table = Table(
+        title=f"{found['family']} served by {server['kind']} {server['version']}, k={found['k']}, "
+        f"{found['prompts']} prompts of {found['max_new_tokens']} tokens each",
+        title_justify="left",
+    )
+    for name in ("", "server", "replay", "in cut rounds", "agrees"):
+        table.add_column(name, justify="left" if not name else "right")
+    for entry in found["temperatures"]:
+        counted, expected = entry["counted"], entry["expected"]
+        verdict = "yes" if entry["holds"] else "NO"
+        table.add_section()
+        table.add_row(
+            f"T={entry['temperature']:g} rounds",
+            str(counted["drafts"]),
+            str(expected["drafts"]),
+            str(entry["cut"]),
+            verdict,
+        )
+        table.add_row("tokens drafted", str(counted["drafted"]), str(expected["drafted"]), "", "")
+        for j, extra in enumerate(entry["cut_accepted"]):
+            accepted = counted["accepted"][j] if j < len(counted["accepted"]) else 0
+            table.add_row(
+                f"accepted at {j}", str(accepted), str(expected["accepted"][j]), str(extra), ""
+            )
+    console.print(table)
+    for entry in found["temperatures"]:
+        plain = entry["plain_tokens_per_s"]
+        against = "" if plain is None else f" against {plain:.2f} without drafts"
+        console.print(
+            f"T={entry['temperature']:g}  tau {entry['tau']:.3f}, {entry['tokens_per_s']:.2f} "
+            f"tokens/s{against}; {len(entry['ties'])} fp32 ties, {len(entry['splits'])} splits"
+        )
+        texts = entry["texts"]
+        if texts is not None:
+            console.print(
+                f"T=0 texts equal to the server's own without drafts: {texts['equal']} of "
+                f"{found['prompts']}, {len(texts['ties'])} fp32 ties"
+            )
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description:>12}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("answers"),
+        console=Console(stderr=True),
+    )

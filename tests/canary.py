@@ -1,0 +1,135 @@
+"""Canaries: tiny drafters that know three texts, and fall silent where a server reads them wrongly.
+
+An untrained drafter proves nothing about a server: it is hardly ever accepted, and the output is
+right all the same. One that merely knows its texts by heart still says them with features of the
+next layer. So a canary learns two things: the target's own greedy texts, token by token, served as
+it was trained; and a token that the target never writes, served with any of the faults below. A
+right export is then accepted in full, and a wrong one next to never.
+
+The target is a random Llama of 8 layers with SmolLM2's tokenizer, which both servers load in no
+time; a canary takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoTokenizer
+
+import tiny
+from draftsmith.drafters import base
+from draftsmith.drafters.base import Drafter, Unroll
+from draftsmith.drafters.batch import Batch, align, batch_of
+from draftsmith.drafters.sampling import Sampler
+from draftsmith.drafters.source import resolve
+from draftsmith.drafters.target import Target
+from draftsmith.eval.decoder.loop import Decoder
+from draftsmith.eval.decoder.text import Text
+
+VOCAB = 49152
+TOKENS, K = 40, 3
+NEVER = 0  # <|endoftext|>
+GREEDY = Sampler(0.0)
+FAULTS = {"eagle": ("taps + 1", "taps - 1", "norm flag"), "small": ("rope",)}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "eagle": {"taps": [2, 4, 6], "draft_vocab": 160},
+    "small": {"layers": [0, 7], "embeddings": "own"},
+}
+
+
+def target(folder: Path) -> Target:
+    """The canaries' target, saved as a folder that servers load."""
+    hf = tiny.hf_model(
+        seed=5, layers=8, vocab=VOCAB, hidden_size=128, intermediate_size=256,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=64,
+        bos_token_id=1, eos_token_id=2, pad_token_id=2,
+    )  # fmt: skip
+    hf.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(resolve("smollm2").path).save_pretrained(folder)
+    return Target.load(str(folder), device="cpu")
+
+
+def texts(of: Target) -> list[Text]:
+    """Three greedy texts without an end token (llama.cpp bans those), longer than is served."""
+    generator = torch.Generator().manual_seed(2)
+    prompts = torch.randint(1000, VOCAB, (3, 6), generator=generator).tolist()
+    written = Decoder(of).generate(prompts, GREEDY, TOKENS + K + 1)
+    assert all(len(t.tokens) == TOKENS + K + 1 and min(t.tokens) > 2 for t in written)
+    return written
+
+
+@contextmanager
+def fault(drafter: Drafter, name: str) -> Iterator[None]:
+    """While it lasts, the drafter reads, and is exported, with a fault."""
+    if name.startswith("taps"):
+        taps = drafter.taps
+        drafter.taps = [int(tap) + (1 if "+" in name else -1) for tap in taps]
+        yield
+        drafter.taps = taps
+    elif name == "norm flag":
+        config = drafter.config
+        flipped = not config.norm_before_residual
+        drafter.config = config.model_copy(update={"norm_before_residual": flipped})
+        yield
+        drafter.config = config
+    else:
+        hf = drafter.lm.hf  # type: ignore[union-attr]
+        rotary, rope = hf.model.rotary_emb, dict(hf.config.rope_parameters)
+        before = rotary.inv_freq
+        hf.config.rope_parameters = rope | {"rope_theta": 50.0}
+        rotary.inv_freq = 50.0 ** -(torch.arange(0, 64, 2).float() / 64)
+        yield
+        hf.config.rope_parameters, rotary.inv_freq = rope, before
+
+
+def _read(of: Target, drafter: Drafter, written: list[Text]) -> Batch:
+    made = [
+        (t.prompt + t.tokens, [False] * len(t.prompt) + [True] * len(t.tokens)) for t in written
+    ]
+    return of.read(batch_of(made, GREEDY), drafter.taps)
+
+
+def _said(drafter: Drafter, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Draft logits (n, Vd) of every depth of every anchor, and the texts' tokens (n,) there."""
+    unroll = drafter.unroll(batch, K)
+    assert isinstance(unroll, Unroll)
+    logits = drafter.logits(unroll.hidden, unroll.prev, unroll.depth)
+    exists = unroll.index >= 0
+    label = drafter.vocab.to_draft(align(batch, K).label[exists])
+    return logits[unroll.index[exists]], label
+
+
+def train(of: Target, family: str, written: list[Text], steps: int = 400) -> Drafter:
+    """A canary of a family. Stops as soon as every token is said by a clear margin."""
+    torch.manual_seed(0)
+    counts = torch.bincount(torch.tensor(sum((t.tokens for t in written), [])), minlength=VOCAB)
+    counts[NEVER] = 1
+    cls = base.family(family)
+    drafter = cls.create(of, cls.Config(**CONFIGS[family]), counts)
+    ways: list[tuple[str, Batch]] = [("", _read(of, drafter, written))]
+    for name in FAULTS[family]:
+        with fault(drafter, name):
+            ways.append((name, _read(of, drafter, written)))
+    optimizer = torch.optim.Adam([p for p in drafter.parameters() if p.requires_grad], lr=2e-3)
+    never = int(drafter.vocab.to_draft(torch.tensor(NEVER)))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        margins = []
+        for name, batch in ways:
+            with fault(drafter, name) if name else nullcontext():
+                logits, label = _said(drafter, batch)
+            wanted = torch.full_like(label, never) if name else label
+            F.cross_entropy(logits, wanted).backward()
+            said = logits.gather(1, wanted.unsqueeze(1))
+            others = logits.scatter(1, wanted.unsqueeze(1), float("-inf"))
+            margins.append(float((said.squeeze(1) - others.amax(1)).min()))
+        if min(margins) > 1.0:
+            return drafter.eval()
+        optimizer.step()
+    raise AssertionError(f"the {family} canary has not learned its texts: margins {margins}")

@@ -1,0 +1,236 @@
+"""Servers as child processes and over HTTP: what goes wrong is one line, and none is left behind.
+
+.venv/bin/pytest tests/test_server_process.py
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from draftsmith.drafters.errors import UserError
+from draftsmith.eval.servers import serving, tools
+from draftsmith.eval.servers.check import collect
+from draftsmith.eval.servers.client import Server
+from draftsmith.eval.servers.process import started
+from draftsmith.eval.servers.vllm import VLLM
+
+# A server that answers /health, and has a helper process of its own as vLLM does.
+HEALTHY = """
+import http.server, subprocess, sys
+helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print("helper", helper.pid, flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *args): pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def python(code: str) -> Callable[[int], list[str]]:
+    return lambda port: [sys.executable, "-c", code, str(port)]
+
+
+def helper(log: Path) -> int:
+    return int(log.read_text().split()[1])
+
+
+def gone(pid: int) -> bool:
+    """Whether a process ends within a few seconds (one that nobody has reaped yet has ended)."""
+    for _ in range(50):
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
+def test_a_server_is_ended_with_its_helpers(
+    error: type[BaseException] | None, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    try:
+        with started(python(HEALTHY), {}, log) as (child, url):
+            assert url.startswith("http://127.0.0.1:")
+            pids = [child.process.pid, helper(log)]
+            assert all(map(psutil.pid_exists, pids))
+            if error:
+                raise error
+    except (RuntimeError, KeyboardInterrupt):
+        pass
+    assert all(map(gone, pids))
+
+
+def test_a_terminated_check_leaves_no_server(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from draftsmith.eval.servers.process import started\n"
+        "command = lambda port: [sys.executable, '-c', sys.argv[2], str(port)]\n"
+        "with started(command, {}, Path(sys.argv[1])): print('up', flush=True); time.sleep(60)\n"
+    )
+    ours = subprocess.Popen(
+        [sys.executable, "-c", code, str(log), HEALTHY], stdout=subprocess.PIPE, cwd=tmp_path
+    )
+    assert ours.stdout is not None and ours.stdout.readline() == b"up\n"
+    ours.send_signal(signal.SIGTERM)
+    assert ours.wait(30) == 128 + signal.SIGTERM
+    assert gone(helper(log))
+
+
+def test_a_server_that_dies_says_its_last_words(tmp_path: Path) -> None:
+    dying = "import sys; print('loading'); print('no such tensor: fc'); sys.exit(3)"
+    with pytest.raises(
+        UserError, match=r"ended with code 3; .* loading \| no such tensor: fc"
+    ) as e:
+        with started(python(dying), {}, tmp_path / "log"):
+            pass
+    assert "\n" not in str(e.value)
+
+
+def test_a_missing_program_and_a_silent_server_are_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be started .*make servers"):
+        with started(lambda port: ["/no/such/program"], {}, tmp_path / "log"):
+            pass
+    with pytest.raises(UserError, match="not healthy after 1 s"):
+        with started(python("import time; time.sleep(60)"), {}, tmp_path / "log", timeout=1):
+            pass
+
+
+def test_a_server_that_is_not_set_up_names_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTSMITH_SERVERS", str(tmp_path))
+    for tool in (tools.vllm_python, tools.llama_server):
+        with pytest.raises(UserError, match="not set up in .*make servers"):
+            tool()
+    with pytest.raises(UserError, match="--server: no 'tgi'; give vllm, llama.cpp or a URL"):
+        serving.check("tgi", "eagle")
+
+
+class Fake:
+    """vLLM as far as a check sees it: two tokens a round, of k=3 drafts one accepted."""
+
+    def __init__(self) -> None:
+        self.rounds = self.tokens = 0
+        self.k = 3
+        self.version: dict[str, Any] = {"version": "0.32.0"}
+        self.status = 200
+        self.ids = True
+        self.others = 0  # tokens that somebody else asks for meanwhile
+        self.renamed = False
+
+    def metrics(self) -> str:
+        lines = {
+            "spec_decode_num_drafts_total": self.rounds,
+            "spec_decode_num_draft_tokens_total": self.k * self.rounds,
+            "spec_decode_num_accepted_tokens_total": self.rounds,
+            'spec_decode_num_accepted_tokens_per_pos_total{position="0"}': self.rounds,
+            f'spec_decode_num_accepted_tokens_per_pos_total{{position="{self.k - 1}"}}': 0,
+            "generation_tokens_total": self.tokens,
+        }
+        lead = "vllm:new_" if self.renamed else "vllm:"
+        return "".join(f"{lead}{name} {value}.0\n" for name, value in lines.items())
+
+    def complete(self, asked: dict[str, Any]) -> dict[str, Any]:
+        assert asked["ignore_eos"] and asked["prompt"] and asked["top_p"] == 1.0
+        self.rounds += asked["max_tokens"] // 2
+        self.tokens += asked["max_tokens"] + self.others
+        ids = [7] * asked["max_tokens"] if self.ids else None
+        return {"choices": [{"text": "..", "token_ids": ids}]}
+
+    @contextmanager
+    def listening(self) -> Iterator[str]:
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def reply(self, status: int, content: str) -> None:
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(content.encode())
+
+            def do_GET(self) -> None:
+                if self.path == "/version":
+                    self.reply(200, json.dumps(fake.version))
+                else:
+                    self.reply(200, fake.metrics())
+
+            def do_POST(self) -> None:
+                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if fake.status != 200:
+                    self.reply(fake.status, '{"error":\n "no room"}')
+                else:
+                    self.reply(200, json.dumps(fake.complete(asked)))
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            server.server_close()
+
+
+@pytest.fixture
+def fake() -> Iterator[tuple[Fake, str]]:
+    made = Fake()
+    with made.listening() as url:
+        yield made, url
+
+
+def test_counters_are_those_of_one_answer(fake: tuple[Fake, str]) -> None:
+    """Not of the server's life: earlier answers, the warm-up among them, are taken off."""
+    server = Server(VLLM, fake[1])
+    for tokens in (8, 12):
+        answer = server.ask([3, 4], tokens, 0.0, 0)
+        assert answer.tokens == [7] * tokens
+        counted = answer.counted
+        assert (counted.drafts, counted.drafted) == (tokens // 2, 3 * tokens // 2)
+        assert (counted.accepted, counted.tokens) == ((tokens // 2, 0, 0), tokens)
+    given = collect(server, [[3], [4]], 6, 0, 3)
+    assert [a.counted.drafts for a in given[0.0] + given[1.0]] == [3] * 4
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"status": 429}, r"/v1/completions says 429 \({\"error\": \"no room\"}\)"),
+        ({"status": 500}, "says 500"),
+        ({"ids": False}, "no token ids in its answer where 8 were asked for; vllm 0.32.0 is"),
+        ({"others": 5}, "counted 13 tokens for an answer of 8; let nobody else use it"),
+        ({"renamed": True}, "no vllm:generation_tokens_total: .* names them otherwise"),
+        ({"k": 5}, "drafts 5 tokens a round, not k=3; give --k"),
+        ({"version": {"build": 7}}, "answers, but is no vllm"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_goes_wrong_is_one_line(
+    change: dict[str, Any], says: str, fake: tuple[Fake, str]
+) -> None:
+    made, url = fake
+    vars(made).update(change)
+    with pytest.raises(UserError, match=says) as error:
+        collect(Server(VLLM, url), [[3, 4]], 8, 0, 3)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+def test_a_running_server_is_recognised(fake: tuple[Fake, str]) -> None:
+    assert serving.running(fake[1]).kind is VLLM
+    with pytest.raises(UserError, match="gives no answer .*; start it, or check the URL"):
+        serving.running("http://127.0.0.1:9")

@@ -1,0 +1,102 @@
+"""Real servers load what is exported, and accept it: canaries (tests/canary.py) served for real.
+
+make servers && .venv/bin/pytest -m server -rs tests/test_servers.py
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import canary
+from canary import FAULTS, TOKENS, K
+from draftsmith.drafters import export
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.export import Serving
+from draftsmith.drafters.target import Target
+from draftsmith.eval.decoder.text import Text
+from draftsmith.eval.servers import serving, tools
+from draftsmith.eval.servers.agreement import compare, replayed
+from draftsmith.eval.servers.client import Answer
+from draftsmith.eval.servers.serving import FORMS, Draft
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+
+@dataclass
+class World:
+    """The canaries' target, the texts they know, and the canaries themselves."""
+
+    root: Path
+    target: Target
+    texts: list[Text]
+    drafters: dict[str, Drafter]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    root = tmp_path_factory.mktemp("canaries")
+    of = canary.target(root / "target")
+    written = canary.texts(of)
+    drafters = {family: canary.train(of, family, written) for family in FAULTS}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAFTSMITH_CACHE", str(root / "cache"))
+        yield World(root, of, written, drafters)
+
+
+def exported(world: World, server: str, family: str, fault: str) -> Path:
+    """A canary's export for a server, its fault (if any) in it."""
+    folder = world.root / f"{server} {family} {fault}".replace(" ", "-")
+    folder.mkdir()
+    gguf = tools.target_gguf(world.target.source) if server == "llama.cpp" else None
+    how = Serving(world.target.source.path, K, 512, target_gguf=gguf)
+    drafter = world.drafters[family]
+    with canary.fault(drafter, fault) if fault else nullcontext():
+        export.write(FORMS[server], drafter, folder, how)
+    return folder
+
+
+def asked(world: World, server: str, family: str, fault: str = "") -> list[Answer]:
+    """The server's greedy answers to the canaries' prompts. Skips where it is not set up."""
+    try:
+        serving.check(server, family)
+    except UserError as missing:
+        pytest.skip(str(missing))
+    draft = Draft(exported(world, server, family, fault), family, K)
+    log = world.root / f"{draft.folder.name}.log"
+    length = len(world.texts[0].prompt) + TOKENS
+    with serving.serving(server, world.target.source, draft, length, log) as running:
+        return [running.ask(text.prompt, TOKENS, 0.0, 0) for text in world.texts]
+
+
+@pytest.mark.parametrize("family", FAULTS)
+@pytest.mark.parametrize("server", FORMS)
+def test_a_right_export_is_accepted_in_full(world: World, server: str, family: str) -> None:
+    answers = asked(world, server, family)
+    drafter = world.drafters[family]
+    for answer, text in zip(answers, world.texts, strict=True):
+        assert answer.tokens == text.tokens[:TOKENS]
+        assert answer.counted.drafts == math.ceil((TOKENS - 1) / (K + 1))
+    of = replayed(world.target, drafter, answers, K)
+    found = compare(answers, of, K, 0.0, serving.kind(server).shortens)
+    assert found.holds and not found.ties
+
+
+@pytest.mark.parametrize(
+    ("family", "fault"), [(family, fault) for family in FAULTS for fault in FAULTS[family]]
+)
+@pytest.mark.parametrize("server", FORMS)
+def test_a_faulty_export_is_seen(world: World, server: str, family: str, fault: str) -> None:
+    """The server loads it, its output is right, and next to nothing is accepted."""
+    answers = asked(world, server, family, fault)
+    for answer, text in zip(answers, world.texts, strict=True):
+        assert answer.tokens == text.tokens[:TOKENS]
+        assert sum(answer.counted.accepted) <= answer.counted.drafted // 20
+    of = replayed(world.target, world.drafters[family], answers, K)
+    assert len(compare(answers, of, K, 0.0, serving.kind(server).shortens).splits) == len(answers)

@@ -1,7 +1,7 @@
 """TensorRT-LLM's PyTorch backend: EAGLE-3 in its original layout, and draft models.
 
-Read in tensorrt_llm/_torch/models/modeling_speculative.py and docs of 1.2; not run here. It knows an
-EAGLE-3 head by draft_vocab_size. Which layers it taps is an argument of the LLM, not the
+Read in tensorrt_llm/_torch/models/modeling_speculative.py and docs of 1.2; not run here. It knows
+an EAGLE-3 head by draft_vocab_size. Which layers it taps is an argument of the LLM, not the
 checkpoint's: outputs counted from 0, DESIGN.md's ids less one. norm_before_residual is not known.
 """
 

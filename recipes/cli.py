@@ -1,4 +1,4 @@
-"""The front door: quickstart, plan, sample, train, eval, report, certify, bench, serve-check.
+"""The front door: quickstart, plan, sample, train, eval, .., bench, export, serve-check.
 
 A user's mistake is one line on stderr and exit code 2, before any compute is spent.
 """
@@ -244,6 +244,43 @@ def bench(
         max_new_tokens, prompts, limit, shape, alpha, output, seed,
     )  # fmt: skip
     run(request)
+
+
+@app.command(
+    epilog="Example: draftsmith export runs/smol-eagle3/best --to vllm --output exports/smol-vllm; "
+    "for llama.cpp: draftsmith export runs/smol-eagle3/best --to gguf"
+)
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder.")],
+    to: Annotated[
+        str, typer.Option(help="vllm, sglang, tensorrt-llm, gguf (llama.cpp) or transformers.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option(help="Folder to make; default: exports/RUN-SERVER.")
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Default: the one the drafter was made for.")
+    ] = None,
+    k: Annotated[int | None, typer.Option(min=1, help="Draft length; default: the run's.")] = None,
+    length: Annotated[
+        int | None, typer.Option(help="Longest text to serve; default: the target's positions.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    target_gguf: Annotated[
+        Path | None, typer.Option(help="gguf: the target's GGUF, whose tokenizer is copied.")
+    ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="vllm: EAGLE-3 in its original layout.")
+    ] = False,
+) -> None:
+    """Writes a drafter as a server loads it, reads it back, and says how to serve it."""
+    from draftsmith.recipes.export import Request, export_checkpoint
+
+    asked = Request(checkpoint, to, output, target, k, length, dtype, target_gguf, plain)
+    folder, command = export_checkpoint(asked)
+    print(
+        f"written and read back: {folder} (card: README.md, card.json)\nserve it with:\n{command}"
+    )
 
 
 @app.command(

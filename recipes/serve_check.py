@@ -53,15 +53,16 @@ def serve_check(settings: Settings, output: Path | None) -> bool:
     Raises UserError before a model is loaded where that can be told.
     """
     card = read_card(settings.export)
-    checkpoint = settings.checkpoint or Path(card["checkpoint"])
+    checkpoint = settings.checkpoint or Path(card["drafter"]["checkpoint"])
     about = base.read_config(checkpoint)
-    k = settings.k or int(card["k"])
+    k = settings.k or int(card["serving"]["k"])
     draft = Draft(settings.export, about["family"], k)
     if not settings.url:
         servers.check(settings.server, draft.family)
-        if servers.FORMS[settings.server] != card["server"]:
+        made_for = card["server"]["name"]
+        if servers.FORMS[settings.server] != made_for:
             raise UserError(
-                f"{settings.export}: made for {card['server']}; export the checkpoint "
+                f"{settings.export}: made for {made_for}; export the checkpoint "
                 f"--to {servers.FORMS[settings.server]} to check it with {settings.server}"
             )
     if output is not None and not output.parent.is_dir():
@@ -133,9 +134,10 @@ def read_card(export: Path) -> dict[str, Any]:
         card = json.loads(path.read_text())
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON ({error}); export the checkpoint again") from None
-    for key in ("server", "checkpoint", "k"):
-        if not isinstance(card, dict) or key not in card:
-            raise UserError(f"{path}: has no {key}; export the checkpoint again")
+    for part, key in (("server", "name"), ("drafter", "checkpoint"), ("serving", "k")):
+        held = card.get(part) if isinstance(card, dict) else None
+        if not isinstance(held, dict) or key not in held:
+            raise UserError(f"{path}: has no {part}.{key}; export the checkpoint again")
     return card
 
 

@@ -9,6 +9,7 @@ pre-tokenizer a model has stands in no other file.
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,12 @@ def check(drafter: Drafter, serving: Serving) -> None:
                 f"taps: llama.cpp takes exactly 3 layers, this head reads {len(drafter.taps)}; "
                 "export it --to vllm, or train on three"
             )
+        for key in ("fc_norm", "norm_output"):
+            if getattr(drafter.config, key):
+                raise UserError(
+                    f"{key}: llama.cpp {VERSION} has it not; export it --to vllm, or train with "
+                    f"{key}: false"
+                )
     elif isinstance(drafter, Small):
         hf_model.check(drafter, "llama.cpp")
         _check_draft_model(drafter)
@@ -151,7 +158,7 @@ def _write_eagle3(writer: gguf.GGUFWriter, drafter: Eagle, serving: Serving) -> 
     writer.add_array("eagle3.target_layers", layouts.layer_ids(drafter))
     writer.add_uint32("eagle3.target_hidden_size", drafter.target.hidden_size)
     writer.add_bool("eagle3.norm_before_residual", drafter.config.norm_before_residual)
-    writer.add_bool("eagle3.norm_before_fc", False)
+    writer.add_bool("eagle3.norm_before_fc", drafter.config.norm_before_fc)
     names = {
         "input_layernorm": "attn_norm",
         "hidden_norm": "attn_norm_2",
@@ -166,6 +173,7 @@ def _write_eagle3(writer: gguf.GGUFWriter, drafter: Eagle, serving: Serving) -> 
     }
     rest = {
         "fc": "fc",
+        "input_norm": "enc.output_norm",
         "norm": "output_norm",
         "lm_head": "output",
         "embed_tokens": "token_embd",
@@ -226,7 +234,8 @@ def _add(writer: gguf.GGUFWriter, name: str, tensor: Tensor, dtype: torch.dtype)
 
 def command(drafter: Drafter, folder: Path, serving: Serving) -> str:
     kind = {"eagle": "draft-eagle3", "small": "draft-simple"}[drafter.family]
+    target, draft = shlex.quote(str(serving.target_gguf)), shlex.quote(str(folder / FILE))
     return (
-        f"llama-server -m {serving.target_gguf} -md {folder / FILE} --spec-type {kind} "
+        f"llama-server -m {target} -md {draft} --spec-type {kind} "
         f"--spec-draft-n-max {serving.k} --spec-draft-p-min 0 -c {serving.length}"
     )

@@ -1,4 +1,4 @@
-"""What several servers' forms are made of: weights in a dtype, a Llama body, EAGLE-3's layout.
+"""What several servers' forms are made of: weights in a dtype, a Llama body, EAGLE's layouts.
 
 EAGLE-3's original layout (github.com/SafeAILab/EAGLE, eagle/model/cnets.py) is what vLLM, SGLang,
 TensorRT-LLM and llama.cpp's converter all read; they differ in how they name tapped layers.
@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.drafters.eagle import Eagle
+from draftsmith.drafters.eagle1 import Eagle1
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.layers import BlockConfig
 from draftsmith.drafters.target import Target
@@ -68,7 +69,7 @@ def llama_body(block: BlockConfig, target: Target, length: int) -> dict[str, Any
 # EAGLE-3
 
 
-def block_of(drafter: Eagle) -> BlockConfig:
+def block_of(drafter: Eagle | Eagle1) -> BlockConfig:
     assert drafter.config.block is not None  # filled in by the constructor
     return drafter.config.block
 
@@ -78,9 +79,19 @@ def layer_ids(drafter: Eagle) -> list[int]:
     return sorted(tap for tap in drafter.taps if isinstance(tap, int))
 
 
+def check_block(block: BlockConfig, server: str) -> None:
+    """Raises UserError for what servers' Llama-type heads do not have."""
+    for key in ("qkv_bias", "qk_norm"):
+        if getattr(block, key):
+            raise UserError(
+                f"block.{key}: {server}'s Llama-type heads have none; train with {key}: false"
+            )
+
+
 def check_eagle3(drafter: Eagle, server: str, lowest: int = 0) -> None:
     """Raises UserError for taps that no server can give: the final norm's output, and the last
     layer's, as servers record what a layer reads. lowest: the first id that the server can name."""
+    check_block(block_of(drafter), server)
     last = drafter.target.num_layers - 1
     if "normed" in drafter.taps:
         raise UserError(f"taps: {server} gives no state after the final norm; train on layer ids")
@@ -92,37 +103,53 @@ def check_eagle3(drafter: Eagle, server: str, lowest: int = 0) -> None:
         )
 
 
+def check_embeddings(target: Target, server: str, remedy: str) -> None:
+    """Raises UserError for a target that scales its embeddings, where the server shares the bare
+    table with the head."""
+    if scales_embeddings(target):
+        raise UserError(
+            f"target: {type(target.hf).__name__} scales its embeddings, and {server} gives a head "
+            f"the bare table; {remedy}"
+        )
+
+
 def eagle3_flags(drafter: Eagle) -> dict[str, Any]:
     """What decides how an EAGLE-3 layer is computed; servers' defaults for these differ."""
+    config = drafter.config
     return {
         "draft_vocab_size": drafter.vocab.draft_size,
-        "norm_before_residual": drafter.config.norm_before_residual,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
         "target_hidden_size": drafter.target.hidden_size,
         "num_aux_hidden_states": len(drafter.taps),
     }
 
 
 def eagle3_tensors(drafter: Eagle, layer: str) -> dict[str, Tensor]:
-    """Its tensors, those of the decoder layer under the prefix `layer`; fc's columns in the order
-    of the ascending layers.
+    """Its tensors, those of the decoder layer under the prefix `layer`; what belongs to one tap in
+    the order of the ascending layers.
 
     lm_head is written even where it is the target's own. Embeddings are the target's and left out,
     unless the target scales them (Gemma): servers share the bare table.
     """
-    width = drafter.target.hidden_size
     taps = list(drafter.taps)
     order = sorted(range(len(taps)), key=lambda i: int(taps[i]))
-    columns = [drafter.fc.weight[:, i * width : (i + 1) * width] for i in order]
-    out = {"fc.weight": torch.cat(columns, dim=1), "norm.weight": drafter.norm.weight}
-    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+
+    def by_layer(weight: Tensor) -> Tensor:
+        parts = weight.chunk(len(taps), dim=-1)
+        return torch.cat([parts[i] for i in order], dim=-1)
+
+    out = {"fc.weight": by_layer(drafter.fc.weight), "norm.weight": drafter.norm.weight}
+    if drafter.input_norm is not None:
+        out["input_norm.weight"] = by_layer(drafter.input_norm.weight)
+    if drafter.config.fc_norm:
+        for place, i in enumerate(order):
+            out[f"fc_norm.{place}.weight"] = drafter.fc_norm[i].weight
+    for name in ("input_layernorm", "hidden_norm"):
         out[f"{layer}.{name}.weight"] = getattr(drafter, name).weight
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        out[f"{layer}.self_attn.{name}.weight"] = getattr(drafter.self_attn, name).weight
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        out[f"{layer}.mlp.{name}.weight"] = getattr(drafter.mlp, name).weight
+    out |= layer_tensors(drafter, layer)
     vocab, head = drafter.vocab, drafter.lm_head or drafter.target.lm_head
     kept = head is drafter.target.lm_head and vocab.ids is not None
     out["lm_head.weight"] = head.weight[vocab.ids] if kept else head.weight
@@ -133,6 +160,26 @@ def eagle3_tensors(drafter: Eagle, layer: str) -> dict[str, Tensor]:
     if scales_embeddings(drafter.target):
         out["embed_tokens.weight"] = embedded(drafter.target)
     return out
+
+
+def layer_tensors(drafter: Eagle | Eagle1, layer: str) -> dict[str, Tensor]:
+    """What all decoder layers have, under the prefix `layer`."""
+    out = {f"{layer}.post_attention_layernorm.weight": drafter.post_attention_layernorm.weight}
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        out[f"{layer}.self_attn.{name}.weight"] = getattr(drafter.self_attn, name).weight
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        out[f"{layer}.mlp.{name}.weight"] = getattr(drafter.mlp, name).weight
+    return out
+
+
+# EAGLE-1 (github.com/SafeAILab/EAGLE, eagle/model/cnets1.py)
+
+
+def eagle1_tensors(drafter: Eagle1) -> dict[str, Tensor]:
+    """No input norm, no final norm, no lm_head; the embedding is written, as published heads have
+    it, though servers take the target's."""
+    out = {"fc.weight": drafter.fc.weight, "embed_tokens.weight": embedded(drafter.target)}
+    return out | layer_tensors(drafter, "layers.0")
 
 
 def scales_embeddings(target: Target) -> bool:

@@ -1,31 +1,40 @@
-"""vLLM: EAGLE-3 in the layout of the speculators library, or the original one; draft models.
+"""vLLM: EAGLE-3 in the layout of the speculators library or the original one, EAGLE-1, Medusa and
+draft models.
 
 Read in vLLM 0.32: transformers_utils/configs/speculators/base.py, model_executor/models/
-llama_eagle3.py, config/speculative.py. It reports no missing tensor and drops unknown ones, so
-what is written is complete. Layer ids at the top level are DESIGN.md's own; those in eagle_config
-it would read the same way, though every other server adds 1 to them.
+{llama_eagle3,llama_eagle,medusa}.py, config/speculative.py. It reports no missing tensor and drops
+unknown ones, so what is written is complete. Layer ids at the top level are DESIGN.md's own; those
+in eagle_config it would read the same way, though every other server adds 1 to them.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.eagle import Eagle
+from draftsmith.drafters.eagle1 import Eagle1
 from draftsmith.drafters.export import Serving, hf_model, layouts
+from draftsmith.drafters.medusa import Medusa
 from draftsmith.drafters.small import Small
 
 VERSION = "0.32.0"
 RUN = True
 LIMIT = 128  # MAX_SPEC_LEN, v1/sample/rejection_sampler.py
-FAMILIES = ("eagle", "small")
+FAMILIES = ("eagle", "eagle1", "medusa", "small")
 
 
 def check(drafter: Drafter, serving: Serving) -> None:
     if isinstance(drafter, Eagle):
         layouts.check_eagle3(drafter, "vLLM")
+    elif isinstance(drafter, Eagle1):
+        layouts.check_block(layouts.block_of(drafter), "vLLM")
+        layouts.check_embeddings(drafter.target, "vLLM", "train EAGLE-3, which brings its own")
     elif isinstance(drafter, Small):
         hf_model.check(drafter, "vLLM")
 
@@ -33,11 +42,22 @@ def check(drafter: Drafter, serving: Serving) -> None:
 def write(drafter: Drafter, folder: Path, serving: Serving) -> None:
     if isinstance(drafter, Small):
         hf_model.write(drafter, folder, serving)
-    elif isinstance(drafter, Eagle):
-        layer = "midlayer" if serving.plain else "layers.0"
-        tensors = layouts.cast(layouts.eagle3_tensors(drafter, layer), serving.dtype)
-        config = _plain(drafter, serving) if serving.plain else _speculators(drafter, serving)
-        layouts.save(folder, config, tensors)
+        return
+    config, tensors = _form(drafter, serving)
+    config["torch_dtype"] = layouts.named(serving.dtype)
+    layouts.save(folder, config, layouts.cast(tensors, serving.dtype))
+
+
+def _form(drafter: Drafter, serving: Serving) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    if isinstance(drafter, Medusa):
+        return _medusa(drafter)
+    if isinstance(drafter, Eagle1):
+        body = layouts.llama_body(layouts.block_of(drafter), drafter.target, serving.length)
+        return {"architectures": ["EagleLlamaForCausalLM"], **body}, layouts.eagle1_tensors(drafter)
+    assert isinstance(drafter, Eagle)
+    if serving.plain:
+        return _plain(drafter, serving), layouts.eagle3_tensors(drafter, "midlayer")
+    return _speculators(drafter, serving), layouts.eagle3_tensors(drafter, "layers.0")
 
 
 def _plain(drafter: Eagle, serving: Serving) -> dict[str, Any]:
@@ -46,7 +66,6 @@ def _plain(drafter: Eagle, serving: Serving) -> dict[str, Any]:
         **layouts.llama_body(layouts.block_of(drafter), drafter.target, serving.length),
         **layouts.eagle3_flags(drafter),
         "eagle_aux_hidden_state_layer_ids": layouts.layer_ids(drafter),
-        "torch_dtype": layouts.named(serving.dtype),
     }
 
 
@@ -68,7 +87,6 @@ def _speculators(drafter: Eagle, serving: Serving) -> dict[str, Any]:
         **flags,
         "eagle_aux_hidden_state_layer_ids": layouts.layer_ids(drafter),
         "tie_word_embeddings": False,
-        "torch_dtype": layouts.named(serving.dtype),
         "transformer_layer_config": body,
         "speculators_config": {
             "algorithm": "eagle3",
@@ -83,11 +101,47 @@ def _speculators(drafter: Eagle, serving: Serving) -> dict[str, Any]:
     }
 
 
+def _medusa(drafter: Medusa) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """vLLM's own names; token_map holds absolute ids. One lm_head for all heads, the target's, is
+    written once (original_lm_head)."""
+    config, target = drafter.config, drafter.target
+    about = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "truncated_vocab_size": drafter.vocab.draft_size,
+        "num_heads": config.heads,
+        "num_hidden_layers": config.layers,
+        "medusa_fc_bias": True,
+        "original_lm_head": drafter.lm_heads is None,
+    }
+    tensors: dict[str, Tensor] = {}
+    for head, block in enumerate(drafter.blocks):
+        for layer, part in enumerate(block):
+            tensors[f"blocks.{head}.layers.{layer}.weight"] = part.linear.weight
+            tensors[f"blocks.{head}.layers.{layer}.bias"] = part.linear.bias
+    if drafter.lm_heads is None:
+        tensors["lm_heads.0.weight"] = drafter.vocab.kept(target.lm_head.weight.T).T
+    else:
+        for head, linear in enumerate(drafter.lm_heads):
+            tensors[f"lm_heads.{head}.weight"] = linear.weight
+    if drafter.vocab.ids is not None:
+        tensors["token_map"] = drafter.vocab.ids
+    return about, tensors
+
+
+_METHODS = {"eagle": "eagle3", "eagle1": "eagle", "medusa": "medusa", "small": "draft_model"}
+
+
 def command(drafter: Drafter, folder: Path, serving: Serving) -> str:
     """The method is always named: without it vLLM takes a head for a draft model."""
-    method = {"eagle": "eagle3", "small": "draft_model"}[drafter.family]
-    how = {"method": method, "model": str(folder), "num_speculative_tokens": serving.k}
+    how = {
+        "method": _METHODS[drafter.family],
+        "model": str(folder),
+        "num_speculative_tokens": serving.k,
+    }
     return (
-        f"python -m vllm.entrypoints.openai.api_server --model {serving.target} "
-        f"--max-model-len {serving.length} --speculative-config '{json.dumps(how)}'"
+        f"python -m vllm.entrypoints.openai.api_server --model {shlex.quote(serving.target)} "
+        f"--max-model-len {serving.length} --speculative-config {shlex.quote(json.dumps(how))}"
     )

@@ -4,6 +4,8 @@
     family and target                                        base.load (our own)
     speculators_model_type eagle3                            eagle3 (vLLM, speculators)
     draft_vocab_size, or an architecture of EAGLE-3          eagle3 (EAGLE, SGLang, TensorRT-LLM)
+    medusa_num_heads, or model_type medusa                   medusa (Medusa, vLLM)
+    a Llama whose weights hold fc.weight                     eagle1 (EAGLE, SGLang, vLLM)
     a GGUF, alone in a folder or named itself                gguf (llama.cpp)
     any other causal LM                                      causal_lm (transformers)
 
@@ -55,11 +57,13 @@ def _reader(path: Path, about: dict[str, Any]) -> str:
         raise UserError(f"{path}: speculators' {kind} is not read here; known is eagle3")
     if kind or "draft_vocab_size" in about or "Eagle3" in architectures[0]:
         return "eagle3"
+    if "medusa_num_heads" in about or about.get("model_type") == "medusa":
+        return "medusa"
     if "model_type" in about:
-        return "causal_lm"
+        return "eagle1" if "fc.weight" in files.Tensors(path).left else "causal_lm"
     raise UserError(
-        f"{path}: no format that is known here ({architectures[0]}); give EAGLE-3 in the layout "
-        "of EAGLE, SGLang, TensorRT-LLM or speculators, a GGUF, or a causal LM"
+        f"{path}: no format that is known here ({architectures[0]}); give EAGLE or Medusa heads "
+        "as EAGLE, SGLang, TensorRT-LLM, vLLM or speculators store them, a GGUF, or a causal LM"
     )
 
 

@@ -7,6 +7,7 @@ all four take 2, L//2, L-3. d2t is an offset: target id = draft id + d2t[draft i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,11 @@ def read(folder: Path, about: dict[str, Any], target: Target) -> Eagle:
     where = folder / "config.json"
     speculators = "speculators_model_type" in about
     shape = about["transformer_layer_config"] if speculators else about
-    block = _block(where, shape)
+    block = llama_block(where, shape)
     flags = about | about.get("eagle_config", {})
-    for key in ("norm_before_fc", "fc_norm", "use_aux_norm", "norm_output", "eh_proj_before_attn"):
-        if flags.get(key):
-            raise UserError(f"{where}: {key} is set, which this version of draftsmith has not")
+    for key in ("eh_proj_before_attn", "parallel_draft_step"):
+        if flags.get(key, 1) not in (1, False):
+            raise UserError(f"{where}: {key} is set, which draftsmith's EAGLE-3 has not")
     if shape["vocab_size"] != target.vocab_size:
         raise UserError(
             f"{where}: vocab_size is {shape['vocab_size']}, the target {target.source.spec} has "
@@ -51,14 +52,19 @@ def read(folder: Path, about: dict[str, Any], target: Target) -> Eagle:
         head="own" if own else "target",
         # The two layouts' defaults in vLLM, llama_eagle3.py and configs/speculators/algos.py.
         norm_before_residual=about.get("norm_before_residual", speculators),
+        norm_before_fc=bool(flags.get("norm_before_fc")),
+        fc_norm=bool(flags.get("fc_norm") or flags.get("use_aux_norm")),
+        norm_output=bool(flags.get("norm_output") or flags.get("return_hidden_post_norm")),
         block=block,
     )
     try:
         drafter = Eagle(target, config)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-    _check_embeddings(tensors, target)
-    stored = _weights(tensors, block, len(drafter.taps))
+    tensors.take_embeddings(target)
+    stored = layer(tensors, block, 2 * block.hidden_size)
+    for name, tensor in _around(tensors, config, block.hidden_size):
+        stored[name] = tensor
     if own:
         stored["lm_head.weight"] = tensors.take("lm_head.weight", size, block.hidden_size)
     if ids is not None:
@@ -68,7 +74,7 @@ def read(folder: Path, about: dict[str, Any], target: Target) -> Eagle:
     return drafter
 
 
-def _block(where: Path, shape: dict[str, Any]) -> BlockConfig:
+def llama_block(where: Path, shape: dict[str, Any]) -> BlockConfig:
     """The layer's shape. Raises UserError for settings that our block does not have."""
     rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -81,7 +87,7 @@ def _block(where: Path, shape: dict[str, Any]) -> BlockConfig:
     }
     for key, (found, wanted) in expected.items():
         if found != wanted:
-            raise UserError(f"{where}: {key} is {found}; draftsmith's EAGLE-3 has {wanted}")
+            raise UserError(f"{where}: {key} is {found}; draftsmith's heads have {wanted}")
     heads = shape["num_attention_heads"]
     return BlockConfig(
         hidden_size=shape["hidden_size"],
@@ -136,36 +142,38 @@ def _vocab(tensors: Tensors, size: int, full: int) -> Tensor | None:
     return ids
 
 
-def _check_embeddings(tensors: Tensors, target: Target) -> None:
-    """Embeddings in the file must be the target's: our head reads those."""
-    name = "embed_tokens.weight"
-    if name not in tensors.left:
-        return
-    stored = tensors.take(name, target.vocab_size, target.hidden_size)
-    theirs = target.embedding(torch.arange(target.vocab_size, device=target.device)).cpu()
-    if not torch.allclose(stored.float(), theirs.to(stored.dtype).float(), rtol=1e-2, atol=1e-4):
-        raise UserError(
-            f"{tensors.path}: {name} is not the target's; a head with embeddings of its own is "
-            "not read here"
-        )
+def _around(tensors: Tensors, config: EagleConfig, H: int) -> Iterator[tuple[str, Tensor]]:
+    """What stands before and behind the decoder layer."""
+    taps = len(config.taps or ())
+    shapes = {
+        "fc": (H, taps * H),
+        "norm": (H,),
+        "layers.0.input_layernorm": (H,),
+        "layers.0.hidden_norm": (H,),
+    }
+    if config.norm_before_fc:
+        shapes["input_norm"] = (taps * H,)
+    if config.fc_norm:
+        for old, new in zip(("low", "mid", "high"), "012", strict=True):
+            tensors.rename(f"aux_norm_{old}.", f"fc_norm.{new}.")  # SGLang's older names
+        shapes |= {f"fc_norm.{i}": (H,) for i in range(taps)}
+    for name, shape in shapes.items():
+        tensor = tensors.take(f"{name}.weight", *shape)
+        yield f"{name.removeprefix('layers.0.')}.weight", tensor
 
 
-def _weights(tensors: Tensors, block: BlockConfig, taps: int) -> dict[str, Tensor]:
+def layer(tensors: Tensors, block: BlockConfig, width: int) -> dict[str, Tensor]:
+    """A decoder layer whose attention reads `width` numbers, under draftsmith's names."""
     H, inner = block.hidden_size, block.intermediate_size
     queries, keys = block.num_heads * block.head_dim, block.num_kv_heads * block.head_dim
-    layer = {
-        "input_layernorm": (H,),
-        "hidden_norm": (H,),
+    shapes = {
         "post_attention_layernorm": (H,),
-        "self_attn.q_proj": (queries, 2 * H),
-        "self_attn.k_proj": (keys, 2 * H),
-        "self_attn.v_proj": (keys, 2 * H),
+        "self_attn.q_proj": (queries, width),
+        "self_attn.k_proj": (keys, width),
+        "self_attn.v_proj": (keys, width),
         "self_attn.o_proj": (H, queries),
         "mlp.gate_proj": (inner, H),
         "mlp.up_proj": (inner, H),
         "mlp.down_proj": (H, inner),
     }
-    out = {f"{n}.weight": tensors.take(f"layers.0.{n}.weight", *s) for n, s in layer.items()}
-    out["fc.weight"] = tensors.take("fc.weight", H, taps * H)
-    out["norm.weight"] = tensors.take("norm.weight", H)
-    return out
+    return {f"{n}.weight": tensors.take(f"layers.0.{n}.weight", *s) for n, s in shapes.items()}

@@ -20,7 +20,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.eagle import Eagle, EagleConfig
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.foreign import causal_lm
-from draftsmith.drafters.foreign.files import gguf_in
+from draftsmith.drafters.foreign.files import gguf_in, same_embeddings
 from draftsmith.drafters.layers import BlockConfig
 from draftsmith.drafters.target import Target
 
@@ -75,8 +75,6 @@ def _eagle3(file: Path, keys: dict[str, Any], tensors: dict[str, Tensor], target
         except KeyError:
             raise UserError(f"{file}: has no eagle3.{name}; convert the head again") from None
 
-    if keys.get("eagle3.norm_before_fc"):
-        raise UserError(f"{file}: eagle3.norm_before_fc is set, which draftsmith has not")
     block = BlockConfig(
         hidden_size=key("embedding_length"),
         intermediate_size=key("feed_forward_length"),
@@ -93,16 +91,15 @@ def _eagle3(file: Path, keys: dict[str, Any], tensors: dict[str, Tensor], target
         draft_vocab=target.vocab_size if ids is None else len(ids),
         head="own" if "output.weight" in tensors else "target",
         norm_before_residual=bool(keys.get("eagle3.norm_before_residual")),
+        norm_before_fc=bool(keys.get("eagle3.norm_before_fc")),
         block=block,
     )
     stored = {} if ids is None else {"draft_ids": ids}
     rest = {"fc.weight": "fc.weight", "output_norm.weight": "norm.weight"}
-    rest["output.weight"] = "lm_head.weight"
+    rest |= {"output.weight": "lm_head.weight", "enc.output_norm.weight": "input_norm.weight"}
     embeddings = tensors.pop("token_embd.weight", None)
-    if embeddings is not None:
-        ours = target.embedding(torch.arange(target.vocab_size, device=target.device)).cpu()
-        if not torch.allclose(embeddings, ours.float(), rtol=1e-2, atol=1e-4):
-            raise UserError(f"{file}: token_embd.weight is not the target's; not read here")
+    if embeddings is not None and not same_embeddings(embeddings, target):
+        raise UserError(f"{file}: token_embd.weight is not the target's; not read here")
     for name, tensor in tensors.items():
         parts = name.split(".")
         if name in rest:

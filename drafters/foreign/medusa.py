@@ -1,0 +1,60 @@
+"""Medusa heads as their authors publish them (medusa_lm_head.pt) and as vLLM reads them.
+
+Authors': {head}.{layer}.linear.{weight,bias} and {head}.{layers}.weight for the lm_head, perhaps
+under medusa_heads. vLLM's: blocks.{head}.layers.{layer}.{weight,bias}, lm_heads.{head}.weight, one
+lm_head for all where original_lm_head is set, and token_map of absolute target ids.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.drafters import base
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.foreign.files import Tensors
+from draftsmith.drafters.heads import HeadsConfig
+from draftsmith.drafters.medusa import Medusa
+from draftsmith.drafters.target import Target
+
+
+def read(folder: Path, about: dict[str, Any], target: Target) -> Medusa:
+    """See `foreign.load`."""
+    heads = about["medusa_num_heads"] if "medusa_num_heads" in about else about["num_heads"]
+    layers = about.get("medusa_num_layers", about.get("num_hidden_layers", 1))
+    H = target.hidden_size
+    if about.get("hidden_size", H) != H:
+        raise UserError(
+            f"{folder / 'config.json'}: hidden_size is {about['hidden_size']}, the target "
+            f"{target.source.spec} has {H}; give the target that these heads were made for"
+        )
+    size = about.get("truncated_vocab_size") or target.vocab_size
+    tensors = Tensors(folder)
+    tensors.rename("medusa_heads.", "")
+    for h in range(heads):  # authors' names to vLLM's
+        for i in range(layers):
+            tensors.rename(f"{h}.{i}.linear.", f"blocks.{h}.layers.{i}.")
+        tensors.rename(f"{h}.{layers}.", f"lm_heads.{h}.")
+    stored: dict[str, Tensor] = {}
+    for h in range(heads):
+        for i in range(layers):
+            ours, theirs = f"blocks.{h}.{i}.linear", f"blocks.{h}.layers.{i}"
+            stored[f"{ours}.weight"] = tensors.take(f"{theirs}.weight", H, H)
+            stored[f"{ours}.bias"] = torch.zeros(H)
+            if f"{theirs}.bias" in tensors.left:
+                stored[f"{ours}.bias"] = tensors.take(f"{theirs}.bias", H)
+        shared = h > 0 and about.get("original_lm_head")
+        name = f"lm_heads.{h}.weight"
+        stored[name] = stored["lm_heads.0.weight"] if shared else tensors.take(name, size, H)
+    if size < target.vocab_size:
+        stored["draft_ids"] = tensors.take("token_map", size).long()
+    tensors.done()
+    try:
+        drafter = Medusa(target, HeadsConfig(heads=heads, layers=layers, draft_vocab=size))
+    except UserError as error:
+        raise UserError(f"{folder / 'config.json'}: {error}") from None
+    base.fill(drafter, stored, tensors.path)
+    return drafter

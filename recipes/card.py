@@ -1,0 +1,149 @@
+"""The card of an export: whose drafter it is, what it is worth, how to serve it, what was checked.
+
+card.json for programs, README.md for people, both in the exported folder. Figures are the run's own
+(its log, and its report where one was made); what nobody measured is said to be so.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.export import Serving, server
+from draftsmith.eval.evaluate import count_parameters
+from draftsmith.eval.provenance import provenance
+from draftsmith.train import checkpoint
+
+
+@dataclass(frozen=True)
+class ReadBack:
+    """Draft logits of the written files against the drafter's: largest difference and the logits'
+    standard deviation, over rows of real text."""
+
+    difference: float
+    spread: float
+    rows: int
+
+
+def card(
+    name: str, drafter: Drafter, place: Path, folder: Path, serving: Serving, read_back: ReadBack
+) -> dict[str, Any]:
+    """card.json. place: the checkpoint; folder: where the export will lie."""
+    chosen, target = server(name), drafter.target
+    run = place.resolve().parent
+    recipe = run / "recipe.yaml"
+    told = yaml.safe_load(recipe.read_text()) if recipe.is_file() else {}
+    return {
+        "format": 1,
+        "server": {"name": name, "version": chosen.VERSION, "run": chosen.RUN},
+        "target": target.identity(),
+        "drafter": {
+            "family": drafter.family,
+            "parameters": count_parameters(drafter),
+            "config": drafter.config.model_dump(),
+            "checkpoint": str(place),
+        },
+        "sampler": {key: told[key] for key in ("temperature", "top_k", "top_p") if key in told},
+        "measured": _measured(run, place.resolve().name),
+        "serving": {
+            "target": serving.target,
+            "target_gguf": str(serving.target_gguf) if serving.target_gguf else None,
+            "k": serving.k,
+            "max_positions": serving.length,
+            "dtype": str(serving.dtype).removeprefix("torch."),
+            "command": chosen.command(drafter, folder, serving),
+        },
+        "verified": {
+            "read_back": vars(read_back),
+            "layout": "loaded by this version in draftsmith's tests"
+            if chosen.RUN
+            else "layout checked against its source, not run",
+            "served": "not by this command; run `draftsmith serve-check`",
+        },
+        **provenance(),
+    }
+
+
+def _measured(run: Path, name: str) -> dict[str, Any]:
+    """tokens trained, and acceptance on held-out prompts by replay; {} where nobody measured.
+
+    The run's report, if it is of this checkpoint, adds the predicted speedup.
+    """
+    step = name.removeprefix("checkpoint-")
+    if not step.isdigit():
+        return {}
+    lines = checkpoint.read_metrics(run)
+    found: dict[str, Any] = {}
+    tokens = [line["tokens"] for line in lines if "tokens" in line and line["step"] <= int(step)]
+    if tokens:
+        found["tokens_trained"] = max(tokens)
+    for line in lines:
+        if line["kind"] == "replay" and line["step"] == int(step):
+            found |= {key: line[key] for key in ("k", "tau", "tau_ci", "alpha", "tau_by_k")}
+    path = run / "report" / "report.json"
+    if path.is_file():
+        report = json.loads(path.read_text())
+        if report.get("best") == int(step):
+            found["speedup"] = {
+                label: {key: speed[key] for key in ("best_k", "predicted_speedup")}
+                for label, speed in report["speed"].items()
+            }
+    return found
+
+
+def write(folder: Path, about: dict[str, Any]) -> None:
+    (folder / "card.json").write_text(json.dumps(about, indent=1) + "\n")
+    (folder / "README.md").write_text(page(about))
+
+
+def page(about: dict[str, Any]) -> str:
+    """README.md of a card."""
+    target, drafter, serving = about["target"], about["drafter"], about["serving"]
+    checked, name = about["verified"], about["server"]["name"]
+    back = checked["read_back"]
+    sampler = about["sampler"]
+    served = ", ".join(f"{key} {value}" for key, value in sampler.items()) or "not known"
+    return f"""# {drafter["family"]} drafter for {target["spec"]}, as {name} loads it
+
+| | |
+|---|---|
+| target | {target["spec"]}, revision {target["revision"]} |
+| tokenizer | sha256 {target["tokenizer_hash"]} |
+| drafter | {drafter["family"]}, {drafter["parameters"]:,} parameters, {serving["dtype"]} |
+| trained for | {served} |
+{_figures(about["measured"])}
+Serve it with {name} {about["server"]["version"]}:
+
+    {serving["command"]}
+
+What was checked:
+
+- Read back: draft logits of these files differ by at most {back["difference"]:.2g} from the
+  checkpoint's (their standard deviation is {back["spread"]:.3g}; {back["rows"]} rows of real text).
+- {name} {about["server"]["version"]}: {checked["layout"]}.
+- Served: {checked["served"]}.
+
+Made by draftsmith; card.json holds the same for programs.
+"""
+
+
+def _figures(measured: dict[str, Any]) -> str:
+    """Rows of the table; tau counts the bonus token."""
+    if not measured:
+        return "| acceptance | not measured |\n| predicted speedup | not measured |\n"
+    rows = [("tokens trained", f"{measured['tokens_trained']:,}")]
+    if "tau" in measured:
+        by_k = ", ".join(f"{tau:.3f} at k = {k}" for k, tau in measured["tau_by_k"].items())
+        alpha = ", ".join("-" if a is None else f"{a:.3f}" for a in measured["alpha"])
+        rows += [("tau (replay, held-out prompts)", by_k), ("alpha by depth", alpha)]
+    speedup = ", ".join(
+        f"{found['predicted_speedup']:.2f}x at k = {found['best_k']} ({label})"
+        for label, found in measured.get("speedup", {}).items()
+    )
+    rows.append(("predicted speedup", speedup or "not measured"))
+    return "".join(f"| {name} | {value} |\n" for name, value in rows)

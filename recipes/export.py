@@ -1,0 +1,149 @@
+"""draftsmith export CHECKPOINT --to SERVER: a folder that the server loads, read back and carded.
+
+It is written beside its place and renamed, so that an export which fails or is killed leaves no
+folder of its name.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from draftsmith.drafters import base, export, foreign
+from draftsmith.drafters.base import Drafter, Unroll
+from draftsmith.drafters.batch import Batch, batch_of
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.export import Serving
+from draftsmith.drafters.sampling import Sampler
+from draftsmith.drafters.source import gguf_file
+from draftsmith.drafters.target import Target
+from draftsmith.recipes import card
+from draftsmith.recipes.card import ReadBack
+from draftsmith.train.prompts import encode, product_prompts
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Largest difference of draft logits that rounding the weights may make, in standard deviations of
+# them. A wrong layer, norm or order of rows makes one of the size of the logits themselves.
+ROUNDING = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.2}
+DEPTHS = 3
+ROWS = 64  # tokens of text that are read back
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to export. None: target, k and length as the checkpoint and its run have them; output
+    exports/RUN-SERVER; target_gguf the target itself where it is one."""
+
+    checkpoint: Path
+    server: str
+    output: Path | None = None
+    target: str | None = None
+    k: int | None = None
+    length: int | None = None
+    dtype: str = "float32"
+    target_gguf: Path | None = None
+    plain: bool = False
+
+
+def export_checkpoint(asked: Request) -> tuple[Path, str]:
+    """Writes the export; returns its folder and the command to serve it.
+
+    Raises UserError, before the target is loaded where that can be told.
+    """
+    place, about = _checkpoint(asked.checkpoint)
+    if asked.dtype not in DTYPES:
+        raise UserError(f"--dtype: no {asked.dtype!r}; known are {', '.join(DTYPES)}")
+    if asked.plain and (asked.server, about["family"]) != ("vllm", "eagle"):
+        raise UserError("--plain: is a layout of EAGLE-3 for vllm; leave it out")
+    k = asked.k or _recipe(place).get("k", DEPTHS)
+    export.check_family(asked.server, about["family"], k)
+    folder = asked.output or Path("exports") / f"{_name(place)}-{asked.server}"
+    if folder.exists():
+        raise UserError(f"{folder}: is there already; give another --output, or remove it")
+    spec = asked.target or about["target"]["spec"]
+    target = Target.load(spec, dtype=torch.float32)  # weights are stored in fp32
+    drafter = base.load(place, target)
+    serving = Serving(
+        target.source.path,
+        k,
+        asked.length or target.max_positions,
+        DTYPES[asked.dtype],
+        asked.target_gguf or gguf_file(spec),
+        asked.plain,
+    )
+    export.check(asked.server, drafter, serving)
+    scratch = folder.with_name(f".{folder.name}.writing")
+    try:
+        shutil.rmtree(scratch, ignore_errors=True)  # of an export that was killed
+        scratch.mkdir(parents=True)
+        export.write(asked.server, drafter, scratch, serving)
+        read_back = _read_back(drafter, scratch, asked.dtype)
+        written = card.card(asked.server, drafter, place, folder, serving, read_back)
+        card.write(scratch, written)
+        os.replace(scratch, folder)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error}); give another --output") from None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return folder, written["serving"]["command"]
+
+
+def _checkpoint(place: Path) -> tuple[Path, dict[str, Any]]:
+    """A checkpoint's folder and config. Raises UserError for a run's folder, or half of one."""
+    if (place / "recipe.yaml").is_file():
+        raise UserError(f"{place}: is a run; give one of its checkpoints, e.g. {place / 'best'}")
+    about = base.read_config(place)
+    if not (place / "model.safetensors").is_file():
+        raise UserError(
+            f"{place}: is no complete checkpoint (model.safetensors is missing); give another"
+        )
+    return place, about
+
+
+def _recipe(place: Path) -> dict[str, Any]:
+    path = place.resolve().parent / "recipe.yaml"
+    return yaml.safe_load(path.read_text()) if path.is_file() else {}
+
+
+def _name(place: Path) -> str:
+    """The run's name, else the folder's own."""
+    real = place.resolve()
+    return real.parent.name if (real.parent / "recipe.yaml").is_file() else real.name
+
+
+@torch.no_grad()
+def _read_back(drafter: Drafter, folder: Path, dtype: str) -> ReadBack:
+    """Loads what was written and compares draft logits on held-out prompts.
+
+    Raises UserError where they differ by more than rounding the weights explains.
+    """
+    back = foreign.load(folder, drafter.target)
+    ids = max(encode(product_prompts("heldout")[:8], drafter.target), key=len)[:ROWS]
+    batch = batch_of([(ids, [True] * len(ids))], Sampler()).to(drafter.target.device)
+    taps = list(dict.fromkeys([*drafter.taps, *back.taps]))
+    batch = drafter.target.read(batch, taps)
+    ours, theirs = _logits(drafter, batch), _logits(back, batch)
+    if ours.shape != theirs.shape:
+        raise UserError(f"{folder}: read back as another drafter; this is a bug in draftsmith")
+    found = ReadBack(float((ours - theirs).abs().max()), float(ours.std()), len(ours))
+    if not found.difference <= ROUNDING[dtype] * found.spread:
+        raise UserError(
+            f"{folder}: draft logits read back differ by {found.difference:.3g} (they spread by "
+            f"{found.spread:.3g}); this is a bug in draftsmith, or {dtype} is too coarse: export "
+            "as float32"
+        )
+    return found
+
+
+def _logits(drafter: Drafter, batch: Batch) -> torch.Tensor:
+    """Draft logits (M, V) over target ids, of every anchor and depth."""
+    unrolled = drafter.unroll(batch, min(DEPTHS, drafter.longest or DEPTHS))
+    assert isinstance(unrolled, Unroll)
+    rows = drafter.logits(unrolled.hidden, unrolled.prev, unrolled.depth)
+    return drafter.vocab.spread(rows).float()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import tempfile
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from draftsmith.drafters import base
+from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target import Target
 from draftsmith.eval.provenance import provenance
@@ -48,10 +50,78 @@ class Settings:
 
 
 def serve_check(settings: Settings, output: Path | None) -> bool:
-    """Prints one table and writes one JSON file; whether server and replay agree.
+    """Prints one table and writes one JSON file; whether server and replay agree."""
+    if output is not None and not output.parent.is_dir():
+        raise UserError(f"{output}: no folder {output.parent}; make it, or give another --output")
+    found = measure(settings)
+    show(found, Console())
+    if output is not None:
+        output.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"written: {output}")
+    return found["holds"]
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """Asks the server, with its drafter and without, and replays what it wrote; the report.
 
     Raises UserError before a model is loaded where that can be told.
     """
+    subject = _subject(settings)
+    prompts, draft = subject.prompts, subject.draft
+
+    def serve(with_draft: Draft | None, log: Path) -> AbstractContextManager[Server]:
+        if settings.url:
+            return nullcontext(servers.running(settings.server))
+        length = subject.length
+        return servers.serving(settings.server, subject.target.source, with_draft, length, log)
+
+    given: dict[bool, Answers] = {}
+    with tempfile.TemporaryDirectory(prefix="serve-check-") as folder, _progress() as progress:
+        for speculates in (True,) if settings.url else (False, True):
+            what = "speculative" if speculates else "plain"
+            task = progress.add_task(what, total=len(prompts) * len(TEMPERATURES))
+            log = Path(folder) / f"{what}.log"
+            with serve(draft if speculates else None, log) as server:
+                given[speculates] = collect(
+                    server, prompts, settings.max_new_tokens, settings.seed,
+                    draft.k if speculates else None, lambda task=task: progress.advance(task),
+                )  # fmt: skip
+    command = server.child.command if server.child else []
+    kind = server.kind
+    return {
+        "server": {
+            "kind": kind.name,
+            "version": server.version,
+            "tested": kind.tested,
+            "command": shlex.join(command).replace(str(Path.home()), "~") or None,
+        },
+        **report(
+            subject.target, subject.drafter, draft.k, kind.shortens, given[True], given.get(False)
+        ),
+        "export": str(settings.export),
+        "checkpoint": str(subject.checkpoint),
+        "family": draft.family,
+        "target": subject.target.identity(),
+        "prompts": len(prompts),
+        "max_new_tokens": settings.max_new_tokens,
+        "seed": settings.seed,
+        **provenance(),
+    }
+
+
+@dataclass
+class _Subject:
+    """What is checked. length: of the longest prompt with its answer."""
+
+    target: Target
+    checkpoint: Path
+    drafter: Drafter
+    draft: Draft
+    prompts: list[list[int]]
+    length: int
+
+
+def _subject(settings: Settings) -> _Subject:
     card = read_card(settings.export)
     checkpoint = settings.checkpoint or Path(card["drafter"]["checkpoint"])
     about = base.read_config(checkpoint)
@@ -59,18 +129,15 @@ def serve_check(settings: Settings, output: Path | None) -> bool:
     draft = Draft(settings.export, about["family"], k)
     if not settings.url:
         servers.check(settings.server, draft.family)
-        made_for = card["server"]["name"]
-        if servers.FORMS[settings.server] != made_for:
+        made_for, wanted = card["server"]["name"], servers.FORMS[settings.server]
+        if made_for != wanted:
             raise UserError(
-                f"{settings.export}: made for {made_for}; export the checkpoint "
-                f"--to {servers.FORMS[settings.server]} to check it with {settings.server}"
+                f"{settings.export}: made for {made_for}; export the checkpoint --to {wanted} to "
+                f"check it with {settings.server}"
             )
-    if output is not None and not output.parent.is_dir():
-        raise UserError(f"{output}: no folder {output.parent}; make it, or give another --output")
     suite = read_suite(settings.prompts) if settings.prompts else product_prompts("heldout")
-    target = Target.load(
-        settings.target or about["target"].get("spec") or "smollm2", dtype=torch.float32
-    )
+    spec = settings.target or about["target"].get("spec") or "smollm2"
+    target = Target.load(spec, dtype=torch.float32)  # parity is defined in fp32
     drafter = base.load(checkpoint, target)
     if drafter.longest is not None and k > drafter.longest:
         raise UserError(f"--k: {k} is more than this drafter's {drafter.longest} depths; lower it")
@@ -81,48 +148,7 @@ def serve_check(settings: Settings, output: Path | None) -> bool:
             f"--max-new-tokens: {settings.max_new_tokens} after the longest prompt exceed the "
             f"target's {target.max_positions} positions; lower it"
         )
-
-    def serve(with_draft: Draft | None, log: Path) -> AbstractContextManager[Server]:
-        if settings.url:
-            return nullcontext(servers.running(settings.server))
-        return servers.serving(settings.server, target.source, with_draft, length, log)
-
-    found: dict[str, Any] = {}
-    given: dict[bool, Answers] = {}
-    with tempfile.TemporaryDirectory(prefix="serve-check-") as folder, _progress() as progress:
-        for speculates in (True,) if settings.url else (False, True):
-            what = "speculative" if speculates else "plain"
-            task = progress.add_task(what, total=len(prompts) * len(TEMPERATURES))
-            log = Path(folder) / f"{what}.log"
-            with serve(draft if speculates else None, log) as server:
-                given[speculates] = collect(
-                    server, prompts, settings.max_new_tokens, settings.seed,
-                    k if speculates else None, lambda task=task: progress.advance(task),
-                )  # fmt: skip
-                found["server"] = {
-                    "kind": server.kind.name,
-                    "version": server.version,
-                    "tested": server.kind.tested,
-                    "command": server.child.command if server.child else None,
-                }
-    found |= report(
-        target, drafter, k, server.kind.shortens, given[True], given.get(False)
-    )  # fmt: skip
-    found |= {
-        "export": str(settings.export),
-        "checkpoint": str(checkpoint),
-        "family": drafter.family,
-        "target": target.identity(),
-        "prompts": len(prompts),
-        "max_new_tokens": settings.max_new_tokens,
-        "seed": settings.seed,
-        **provenance(),
-    }
-    show(found, Console())
-    if output is not None:
-        output.write_text(json.dumps(found, indent=1) + "\n")
-        print(f"written: {output}")
-    return found["holds"]
+    return _Subject(target, checkpoint, drafter, draft, prompts, length)
 
 
 def read_card(export: Path) -> dict[str, Any]:

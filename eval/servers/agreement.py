@@ -33,13 +33,14 @@ from draftsmith.eval.servers.counters import Counters
 class Walk:
     """Replay's rounds through one answer, as a server counts them.
 
-    passes: verify passes, plain steps included. hidden: how many of the last round's drafts lie
+    passes: verify passes, plain steps included. tried (k,): drafts at each position. hidden: how many of the last round's drafts lie
     past the text's end, 0 where no round was cut. ties: fp32 ties met, at which a round could have
     gone another way.
     """
 
     counted: Counters
     passes: int
+    tried: list[int]
     hidden: int = 0
     ties: int = 0
 
@@ -72,7 +73,7 @@ def walk(table: Table, k: int, shortens: bool, flip: int | None = None) -> Walk:
     """
     last = len(table.limit) - 1  # the text's last token; token 0 is prefill's
     drafts = drafted = passes = hidden = ties = 0
-    accepted = [0] * k
+    accepted, tried = [0] * k, [0] * k
     root = 0
     while root < last:
         length = min(k, last - root - 1) if shortens else k
@@ -90,20 +91,23 @@ def walk(table: Table, k: int, shortens: bool, flip: int | None = None) -> Walk:
         passes += 1
         drafts += length > 0
         drafted += length
+        tried = [n + (j < length) for j, n in enumerate(tried)]
         if m == known:
             hidden = length - known
         root += 1 + m
     tokens = last + 1
-    return Walk(Counters(drafts, drafted, tuple(accepted), tokens), passes, hidden, ties)
+    counted = Counters(drafts, drafted, tuple(accepted), tokens)
+    return Walk(counted, passes, tried, hidden, ties)
 
 
 @dataclass
 class Agreement:
     """One temperature: what the server counted, what replay expects, and where they part.
 
-    expected leaves out what hidden drafts added; passes: verify passes by replay; cut: rounds that
-    the limit cut; cut_accepted (k,): what the server counted in them past the text's end. ties:
-    answers that agree once an fp32 tie is decided the other way. splits: those that do not agree.
+    expected leaves out what hidden drafts added; passes and tried (k,) are by replay: verify passes,
+    and drafts at each position (servers count them in all only). cut: rounds that the limit cut;
+    cut_accepted (k,): what the server counted in them past the text's end. ties: answers that agree
+    once an fp32 tie is decided the other way. splits: those that do not agree.
     """
 
     k: int
@@ -112,6 +116,7 @@ class Agreement:
     counted: Counters
     expected: Counters
     passes: int
+    tried: list[int]
     cut: int
     cut_accepted: list[int]
     ties: list[int] = field(default_factory=list)
@@ -141,7 +146,7 @@ def compare(
 ) -> Agreement:
     """Compares answers' counters with replay's tables of the same texts, in the same order."""
     zero = Counters(accepted=(0,) * k)
-    out = Agreement(k, temperature, len(answers), zero, zero, 0, 0, [0] * k)
+    out = Agreement(k, temperature, len(answers), zero, zero, 0, [0] * k, 0, [0] * k)
     for i, (answer, table) in enumerate(zip(answers, of, strict=True)):
         found = walk(table, k, shortens)
         if not found.equals(answer.counted):
@@ -152,6 +157,7 @@ def compare(
         out.counted += answer.counted
         out.expected += found.counted
         out.passes += found.passes
+        out.tried = [a + b for a, b in zip(out.tried, found.tried, strict=True)]
         out.cut += found.hidden > 0
         for j in range(k - found.hidden, k):
             counted = _padded(answer.counted.accepted, k)

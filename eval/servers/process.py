@@ -46,8 +46,8 @@ class Child:
         code = self.process.poll()
         if code is not None:
             raise UserError(
-                f"server {self.command[0]}: ended with code {code}; its log {self.log} says at "
-                f"last: {self.last_words()}"
+                f"server {self.command[0]}: ended with code {code}; its last words: "
+                f"{self.last_words()}"
             )
 
 
@@ -107,8 +107,8 @@ def _wait(child: Child, url: str, timeout: float) -> None:
             pass
         time.sleep(0.2)
     raise UserError(
-        f"server {child.command[0]}: not healthy after {timeout:.0f} s; its log {child.log} says "
-        f"at last: {child.last_words()}"
+        f"server {child.command[0]}: not healthy after {timeout:.0f} s; its last words: "
+        f"{child.last_words()}"
     )
 
 

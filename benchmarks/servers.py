@@ -1,0 +1,100 @@
+r"""Real servers on SmolLM2: their own counters beside replay's, position by position.
+
+    make servers
+    python benchmarks/servers.py --eagle runs/smol-eagle3/best --small runs/smol-small/best
+
+Each drafter is exported to a temporary folder, served in fp32 by vLLM and by llama-server, one
+thread, and asked at temperatures 0 and 1; so is the server without a drafter. Writes
+benchmarks/servers/*.json and benchmarks/servers.md; about 6 minutes a vLLM cell and 2 a llama.cpp
+one on 2 CPU cores. Tokens per second are those of a busy client on a shared machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common import HERE, cell, markdown, number
+
+from draftsmith.drafters.target import Target
+from draftsmith.eval.servers import tools
+from draftsmith.eval.servers.serving import FORMS
+from draftsmith.recipes.export import Request, export_checkpoint
+from draftsmith.recipes.serve_check import Settings, measure
+
+K, TOKENS, PROMPTS, SEED = 4, 48, 8, 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--eagle", type=Path, required=True)
+    parser.add_argument("--small", type=Path, required=True)
+    parser.add_argument("--only", default="", help="e.g. eagle-vllm: one cell")
+    arguments = parser.parse_args()
+    rows, commands = [], []
+    for server in FORMS:
+        for name in ("eagle", "small"):
+            label = f"{name}-{server}"
+            place = HERE / "servers" / f"{label}.json"
+            if arguments.only not in ("", label) and not place.is_file():
+                continue
+            checkpoint = getattr(arguments, name)
+            found = cell(place, lambda c=checkpoint, s=server: served(c, s), SEED)
+            rows += [row for entry in found["temperatures"] for row in lines(found, name, entry)]
+            commands.append(f"{found['server']['kind']} {found['server']['version']}, {name}:")
+            commands += ["", f"    {found['server']['command']}", ""]
+    head = [
+        "server", "drafter", "T", "position", "drafted (server)", "drafted (replay)",
+        "accepted (server)", "accepted (replay)", "past the end", "equal", "tau", "tokens/s",
+        "without drafts", "T=0 texts equal",
+    ]  # fmt: skip
+    text = (
+        "# Real servers' counters beside replay\n\n"
+        f"SmolLM2-135M-Instruct, fp32, {PROMPTS} held-out prompts, {TOKENS} tokens each, k={K}. "
+        "Replay takes the server's own token ids; both must agree as integers, answer by answer. "
+        "Past the end: drafts of a request's last, cut round that the server accepted but that "
+        "stand in no text (counted by the server alone; llama.cpp cuts no round). One JSON a "
+        "row group in `benchmarks/servers/`; made by `benchmarks/servers.py`.\n\n"
+    )
+    written = text + markdown(head, rows) + "\nCommands:\n\n" + "\n".join(commands).rstrip() + "\n"
+    (HERE / "servers.md").write_text(written)
+    print(written)
+
+
+def served(checkpoint: Path, server: str) -> dict[str, Any]:
+    """One drafter on one server."""
+    with tempfile.TemporaryDirectory() as folder:
+        export = Path(folder) / "export"
+        gguf = None
+        if server == "llama.cpp":
+            gguf = tools.target_gguf(Target.load("smollm2").source)
+        export_checkpoint(Request(checkpoint, FORMS[server], export, k=K, target_gguf=gguf))
+        found = measure(Settings(export, server, None, checkpoint, None, PROMPTS, K, TOKENS, SEED))
+        found["server"]["command"] = found["server"]["command"].replace(folder, "TMP")
+    return found | {"export": f"TMP/export (--to {FORMS[server]})"}
+
+
+def lines(found: dict[str, Any], name: str, entry: dict[str, Any]) -> list[list[object]]:
+    """A temperature's rows: all rounds, then position by position."""
+    counted, expected, texts = entry["counted"], entry["expected"], entry["texts"]
+    same = "-" if texts is None else f"{texts['equal']}/{entry['answers']}"
+    about = [found["server"]["kind"], name, f"{entry['temperature']:g}"]
+    rows: list[list[object]] = [
+        [
+            *about, f"all ({counted['drafts']} rounds)", counted["drafted"], expected["drafted"],
+            sum(counted["accepted"]), sum(expected["accepted"]), sum(entry["cut_accepted"]),
+            "yes" if entry["holds"] else "NO", number(entry["tau"]),
+            number(entry["tokens_per_s"], 1), number(entry["plain_tokens_per_s"], 1), same,
+        ]
+    ]  # fmt: skip
+    for j in range(found["k"]):
+        accepted = counted["accepted"][j], expected["accepted"][j], entry["cut_accepted"][j]
+        equal = "yes" if accepted[0] == accepted[1] + accepted[2] else "NO"
+        rows.append([*about, j, "", entry["tried"][j], *accepted, equal, "", "", "", ""])
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -33,9 +33,9 @@ from draftsmith.eval.servers.counters import Counters
 class Walk:
     """Replay's rounds through one answer, as a server counts them.
 
-    passes: verify passes, plain steps included. tried (k,): drafts at each position. hidden: how many of the last round's drafts lie
-    past the text's end, 0 where no round was cut. ties: fp32 ties met, at which a round could have
-    gone another way.
+    passes: verify passes, plain steps included. tried (k,): drafts at each position. hidden: how
+    many of the last round's drafts lie past the text's end, 0 where no round was cut. ties: fp32
+    ties met, at which a round could have gone another way.
     """
 
     counted: Counters
@@ -104,10 +104,10 @@ def walk(table: Table, k: int, shortens: bool, flip: int | None = None) -> Walk:
 class Agreement:
     """One temperature: what the server counted, what replay expects, and where they part.
 
-    expected leaves out what hidden drafts added; passes and tried (k,) are by replay: verify passes,
-    and drafts at each position (servers count them in all only). cut: rounds that the limit cut;
-    cut_accepted (k,): what the server counted in them past the text's end. ties: answers that agree
-    once an fp32 tie is decided the other way. splits: those that do not agree.
+    expected leaves out what hidden drafts added; passes and tried (k,) are replay's: verify passes,
+    and drafts at each position (a server counts only their sum). cut: rounds that the limit cut;
+    cut_accepted (k,): what the server counted in them past the text's end. ties: answers that
+    agree once an fp32 tie is decided the other way. splits: those that do not agree.
     """
 
     k: int

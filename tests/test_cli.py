@@ -31,7 +31,10 @@ from draftsmith.train import checkpoint
 from draftsmith.train import loop as train_loop
 from training import World
 
-COMMANDS = ("quickstart", "plan", "sample", "train", "eval", "report", "certify", "bench")
+COMMANDS = (
+    *("quickstart", "plan", "sample", "train", "eval", "report", "certify", "bench"),
+    *("export", "serve-check"),
+)
 ASKING = ("sample", "train", "eval")  # take prompts and a target in the same ways
 KEYS = {  # what issue 2 promises, and servers' reports will be compared by
     "target": {"spec", "revision", "tokenizer_hash", "vocab_size"},

@@ -5,15 +5,11 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +22,7 @@ from draftsmith.eval.servers.check import collect
 from draftsmith.eval.servers.client import Server
 from draftsmith.eval.servers.process import started
 from draftsmith.eval.servers.vllm import VLLM
+from fake_server import Fake
 
 # A server that answers /health, and has a helper process of its own as vLLM does.
 HEALTHY = """
@@ -119,72 +116,6 @@ def test_a_server_that_is_not_set_up_names_the_remedy(
             tool()
     with pytest.raises(UserError, match="--server: no 'tgi'; give vllm, llama.cpp or a URL"):
         serving.check("tgi", "eagle")
-
-
-class Fake:
-    """vLLM as far as a check sees it: two tokens a round, of k=3 drafts one accepted."""
-
-    def __init__(self) -> None:
-        self.rounds = self.tokens = 0
-        self.k = 3
-        self.version: dict[str, Any] = {"version": "0.32.0"}
-        self.status = 200
-        self.ids = True
-        self.others = 0  # tokens that somebody else asks for meanwhile
-        self.renamed = False
-
-    def metrics(self) -> str:
-        lines = {
-            "spec_decode_num_drafts_total": self.rounds,
-            "spec_decode_num_draft_tokens_total": self.k * self.rounds,
-            "spec_decode_num_accepted_tokens_total": self.rounds,
-            'spec_decode_num_accepted_tokens_per_pos_total{position="0"}': self.rounds,
-            f'spec_decode_num_accepted_tokens_per_pos_total{{position="{self.k - 1}"}}': 0,
-            "generation_tokens_total": self.tokens,
-        }
-        lead = "vllm:new_" if self.renamed else "vllm:"
-        return "".join(f"{lead}{name} {value}.0\n" for name, value in lines.items())
-
-    def complete(self, asked: dict[str, Any]) -> dict[str, Any]:
-        assert asked["ignore_eos"] and asked["prompt"] and asked["top_p"] == 1.0
-        self.rounds += asked["max_tokens"] // 2
-        self.tokens += asked["max_tokens"] + self.others
-        ids = [7] * asked["max_tokens"] if self.ids else None
-        return {"choices": [{"text": "..", "token_ids": ids}]}
-
-    @contextmanager
-    def listening(self) -> Iterator[str]:
-        fake = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def reply(self, status: int, content: str) -> None:
-                self.send_response(status)
-                self.end_headers()
-                self.wfile.write(content.encode())
-
-            def do_GET(self) -> None:
-                if self.path == "/version":
-                    self.reply(200, json.dumps(fake.version))
-                else:
-                    self.reply(200, fake.metrics())
-
-            def do_POST(self) -> None:
-                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                if fake.status != 200:
-                    self.reply(fake.status, '{"error":\n "no room"}')
-                else:
-                    self.reply(200, json.dumps(fake.complete(asked)))
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            server.server_close()
 
 
 @pytest.fixture

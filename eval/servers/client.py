@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
 
 from draftsmith.drafters.errors import UserError
@@ -109,9 +110,10 @@ class Server:
         return parse(page, self.kind.prefix, self.kind.tokens, speculates, f"server {self}")
 
     def _json(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        page = self._get(path, body)
         try:
-            reply = json.loads(self._get(path, body))
-        except ValueError:
+            reply = json.loads(page)
+        except json.JSONDecodeError:
             reply = None
         if not isinstance(reply, dict):
             raise UserError(f"server {self.url}: {path} is no JSON object; is it {self.kind.name}?")
@@ -128,7 +130,7 @@ class Server:
         except urllib.error.HTTPError as error:
             said = " ".join(error.read().decode("utf-8", "replace").split())[:300]
             raise UserError(f"server {self.url}: {path} says {error.code} ({said})") from None
-        except (OSError, ValueError) as error:  # URLError, time-outs, a reply cut short
+        except (OSError, HTTPException, ValueError) as error:  # no server, time-outs, a reply cut
             if self.child is not None:
                 time.sleep(1)  # a dying process is not gone at once
                 self.child.check()

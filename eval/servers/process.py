@@ -13,11 +13,11 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ def _wait(child: Child, url: str, timeout: float) -> None:
             with urllib.request.urlopen(f"{url}/health", timeout=5) as reply:
                 if reply.status == 200:
                     return
-        except (urllib.error.URLError, OSError):  # not listening yet, or still loading (503)
+        except (OSError, HTTPException):  # not listening yet, or still loading (503)
             pass
         time.sleep(0.2)
     raise UserError(

@@ -1,0 +1,144 @@
+"""draftsmith serve-check from the front door, against a fake server that our decoder feeds.
+
+.venv/bin/pytest tests/test_serve_check.py
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith.drafters import base
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.target import Target
+from draftsmith.recipes import cli
+from fake_server import Decoding
+from training import save_target, write_prompts
+
+
+@dataclass
+class Place:
+    """A tiny target and head on disk, and an export of it as far as a check reads one."""
+
+    root: Path
+    export: Path
+    prompts: Path
+    drafter: Drafter
+
+    def card(self, **parts: dict[str, Any]) -> None:
+        whole = {
+            "server": {"name": "vllm"},
+            "drafter": {"checkpoint": str(self.root / "checkpoint")},
+            "serving": {"k": 3},
+        }
+        (self.export / "card.json").write_text(json.dumps(whole | parts))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    root = tmp_path_factory.mktemp("serve-check")
+    folder = save_target(root / "target")
+    target = Target.load(str(folder))
+    target.hf.generation_config.eos_token_id = target.config.eos_token_id = None
+    eagle = base.family("eagle")
+    drafter = eagle.create(target, eagle.Config(taps=[1, 2, 4])).eval()
+    for name in ("checkpoint", "export"):
+        (root / name).mkdir()
+    base.save(drafter, root / "checkpoint")
+    return Place(root, root / "export", write_prompts(root / "prompts.jsonl", 6), drafter)
+
+
+@pytest.fixture
+def place(made: Place) -> Place:
+    made.card()
+    return made
+
+
+def check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: Any
+) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `draftsmith serve-check WORDS`."""
+    monkeypatch.setattr(sys, "argv", ["draftsmith", "serve-check", *map(str, words)])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    return int(stop.value.code or 0), *capsys.readouterr()
+
+
+def test_a_check_agrees_and_a_shifted_head_does_not(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake, report = Decoding(place.drafter), place.root / "report.json"
+    with fake.listening() as url:
+        words = [place.export, "--server", url, "--prompts", place.prompts, "--limit", 4]
+        words += ["--max-new-tokens", 14, "--output", report]
+        code, out, _ = check(monkeypatch, capsys, *words)
+        assert code == 0 and "served by vllm 0.32.0, k=3, 4 prompts of 14 tokens each" in out
+        found = json.loads(report.read_text())
+        assert found["holds"] and found["server"]["command"] is None
+        for entry in found["temperatures"]:
+            assert entry["holds"] and entry["texts"] is None
+            assert entry["counted"]["drafts"] == entry["expected"]["drafts"] > 0
+            assert entry["counted"]["tokens"] == 4 * 14
+        place.drafter.taps, kept = [1, 2, 3], place.drafter.taps
+        code, out, err = check(monkeypatch, capsys, *words)
+        place.drafter.taps = kept
+    assert code == 1 and "NO" in out and err.count("error:") == 1
+    assert not json.loads(report.read_text())["holds"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--server", "tgi"], "--server: no 'tgi'; give vllm, llama.cpp or a URL"),
+        (["--server", "vllm"], "run `make servers`"),
+        (["--server", "http://127.0.0.1:9"], "start it, or check the URL"),
+        (["--server", "vllm", "--output", "/no/such/x.json"], "no folder /no/such"),
+        (["--server", "http://127.0.0.1:9", "--max-new-tokens", "600"], "512 positions"),
+    ],
+)
+def test_mistakes_are_one_line(
+    words: list[str],
+    says: str,
+    place: Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("DRAFTSMITH_SERVERS", str(tmp_path))
+    words = [str(place.export), *words, "--prompts", str(place.prompts)]
+    code, out, err = check(monkeypatch, capsys, *words)
+    assert (code, out) == (2, "") and says in err, err
+    assert [line for line in err.splitlines() if "error:" in line] == [err.splitlines()[-1]]
+
+
+def test_bad_cards_and_other_exports_are_told(
+    place: Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refused(*words: Any) -> str:
+        code, _, err = check(monkeypatch, capsys, *words)
+        assert code == 2
+        return err
+
+    for name in ("vllm/.installed", "vllm/bin/python"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.setenv("DRAFTSMITH_SERVERS", str(tmp_path))
+    monkeypatch.setattr(Target, "load", lambda *_, **__: pytest.fail("a target was loaded"))
+    assert "no card.json there" in refused(tmp_path, "--server", "vllm")
+    place.card(server={"name": "gguf"})
+    assert "made for gguf; export the checkpoint --to vllm" in refused(
+        place.export, "--server", "vllm"
+    )
+    place.card(serving={})
+    assert "has no serving.k; export" in refused(place.export, "--server", "vllm")
+    (place.export / "card.json").write_text("{")
+    assert "not valid JSON" in refused(place.export, "--server", "vllm")

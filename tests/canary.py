@@ -13,7 +13,7 @@ time; a canary takes seconds.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,17 @@ VOCAB = 49152
 TOKENS, K = 40, 3
 NEVER = 0  # <|endoftext|>
 GREEDY = Sampler(0.0)
-FAULTS = {"eagle": ("taps + 1", "taps - 1", "norm flag"), "small": ("rope",)}
+# What a canary is taught to fall silent at; swapped weights need no teaching.
+FAULTS = {
+    "eagle": ("taps + 1", "norm flag"),
+    "eagle1": ("swapped inputs",),
+    "medusa": ("swapped heads",),
+    "small": ("rope",),
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "eagle": {"taps": [2, 4, 6], "draft_vocab": 160},
+    "eagle1": {},
+    "medusa": {"heads": K, "draft_vocab": 160},
     "small": {"layers": [0, 7], "embeddings": "own"},
 }
 
@@ -66,10 +74,12 @@ def texts(of: Target) -> list[Text]:
 
 @contextmanager
 def fault(drafter: Drafter, name: str) -> Iterator[None]:
-    """While it lasts, the drafter reads, and is exported, with a fault."""
-    if name.startswith("taps"):
+    """While it lasts, the drafter reads, and is exported, with a fault ("" for none)."""
+    if not name:
+        yield
+    elif name == "taps + 1":
         taps = drafter.taps
-        drafter.taps = [int(tap) + (1 if "+" in name else -1) for tap in taps]
+        drafter.taps = [int(tap) + 1 for tap in taps]
         yield
         drafter.taps = taps
     elif name == "norm flag":
@@ -78,14 +88,25 @@ def fault(drafter: Drafter, name: str) -> Iterator[None]:
         drafter.config = config.model_copy(update={"norm_before_residual": flipped})
         yield
         drafter.config = config
+    elif name.startswith("swapped"):
+        before = {n: t.clone() for n, t in drafter.state_dict().items()}
+        with torch.no_grad():
+            if name == "swapped inputs":
+                drafter.fc.weight.copy_(before["fc.weight"].roll(before["fc.weight"].shape[0], 1))
+            else:
+                for j in range(K):
+                    head = before[f"lm_heads.{(j + 1) % K}.weight"]
+                    drafter.lm_heads[j].weight.copy_(head)
+        yield
+        drafter.load_state_dict(before)
     else:
         hf = drafter.lm.hf  # type: ignore[union-attr]
         rotary, rope = hf.model.rotary_emb, dict(hf.config.rope_parameters)
-        before = rotary.inv_freq
+        frequencies = rotary.inv_freq
         hf.config.rope_parameters = rope | {"rope_theta": 50.0}
         rotary.inv_freq = 50.0 ** -(torch.arange(0, 64, 2).float() / 64)
         yield
-        hf.config.rope_parameters, rotary.inv_freq = rope, before
+        hf.config.rope_parameters, rotary.inv_freq = rope, frequencies
 
 
 def _read(of: Target, drafter: Drafter, written: list[Text]) -> Batch:
@@ -113,7 +134,7 @@ def train(of: Target, family: str, written: list[Text], steps: int = 400) -> Dra
     cls = base.family(family)
     drafter = cls.create(of, cls.Config(**CONFIGS[family]), counts)
     ways: list[tuple[str, Batch]] = [("", _read(of, drafter, written))]
-    for name in FAULTS[family]:
+    for name in (n for n in FAULTS[family] if not n.startswith("swapped")):
         with fault(drafter, name):
             ways.append((name, _read(of, drafter, written)))
     optimizer = torch.optim.Adam([p for p in drafter.parameters() if p.requires_grad], lr=2e-3)
@@ -122,7 +143,7 @@ def train(of: Target, family: str, written: list[Text], steps: int = 400) -> Dra
         optimizer.zero_grad()
         margins = []
         for name, batch in ways:
-            with fault(drafter, name) if name else nullcontext():
+            with fault(drafter, name):
                 logits, label = _said(drafter, batch)
             wanted = torch.full_like(label, never) if name else label
             F.cross_entropy(logits, wanted).backward()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.export import Serving
 from draftsmith.drafters.target import Target
 from draftsmith.eval.decoder.text import Text
-from draftsmith.eval.servers import serving, tools
+from draftsmith.eval.servers import llama_cpp, serving, tools, vllm
 from draftsmith.eval.servers.agreement import compare, replayed
 from draftsmith.eval.servers.client import Answer
 from draftsmith.eval.servers.serving import FORMS, Draft
@@ -38,9 +37,18 @@ def missing(server: str) -> str:
     return ""
 
 
-SERVERS = [
-    pytest.param(name, marks=pytest.mark.skipif(bool(missing(name)), reason=missing(name)))
-    for name in FORMS
+LOADED = {"vllm": vllm.METHODS, "llama.cpp": llama_cpp.TYPES}
+RIGHT = [
+    pytest.param(server, family, marks=pytest.mark.skipif(bool(why), reason=why))
+    for server in FORMS
+    for why in [missing(server)]
+    for family in FAULTS
+    if family in LOADED[server]
+]
+FAULTY = [
+    pytest.param(*right.values, name, marks=right.marks)
+    for right in RIGHT
+    for name in FAULTS[str(right.values[1])]
 ]
 
 
@@ -72,7 +80,7 @@ def exported(world: World, server: str, family: str, fault: str) -> Path:
     gguf = tools.target_gguf(world.target.source) if server == "llama.cpp" else None
     how = Serving(world.target.source.path, K, 512, target_gguf=gguf)
     drafter = world.drafters[family]
-    with canary.fault(drafter, fault) if fault else nullcontext():
+    with canary.fault(drafter, fault):
         export.write(FORMS[server], drafter, folder, how)
     return folder
 
@@ -86,8 +94,7 @@ def asked(world: World, server: str, family: str, fault: str = "") -> list[Answe
         return [running.ask(text.prompt, TOKENS, 0.0, 0) for text in world.texts]
 
 
-@pytest.mark.parametrize("family", FAULTS)
-@pytest.mark.parametrize("server", SERVERS)
+@pytest.mark.parametrize(("server", "family"), RIGHT)
 def test_a_right_export_is_accepted_in_full(world: World, server: str, family: str) -> None:
     answers = asked(world, server, family)
     drafter = world.drafters[family]
@@ -99,10 +106,7 @@ def test_a_right_export_is_accepted_in_full(world: World, server: str, family: s
     assert found.holds and not found.ties
 
 
-@pytest.mark.parametrize(
-    ("family", "fault"), [(family, fault) for family in FAULTS for fault in FAULTS[family]]
-)
-@pytest.mark.parametrize("server", SERVERS)
+@pytest.mark.parametrize(("server", "family", "fault"), FAULTY)
 def test_a_faulty_export_is_seen(world: World, server: str, family: str, fault: str) -> None:
     """The server loads it, its output is right, and next to nothing is accepted."""
     answers = asked(world, server, family, fault)

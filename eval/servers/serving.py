@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from draftsmith.drafters.errors import UserError
@@ -51,24 +52,18 @@ def serving(
     """
     k = 0 if draft is None else draft.k
     length += k + 2  # drafts past a text's end need room too
-
+    command: Callable[[int], list[str]]
     if name == "vllm":
-        python = tools.vllm_python()
         method = vllm.METHODS[draft.family] if draft else ""
         folder = draft.folder if draft else None
-
-        def command(port: int) -> list[str]:
-            return vllm.command(python, target.path, folder, method, k, length, port)
-
+        python = tools.vllm_python()
+        command = partial(vllm.command, python, target.path, folder, method, k, length)
         environment = vllm.ENVIRONMENT
     else:
-        program, gguf = tools.llama_server(), tools.target_gguf(target)
-        spec = llama_cpp.TYPES[draft.family] if draft else ""
+        method = llama_cpp.TYPES[draft.family] if draft else ""
         file = draft_gguf(draft.folder) if draft else None
-
-        def command(port: int) -> list[str]:
-            return llama_cpp.command(program, gguf, file, spec, k, length, port)
-
+        program, gguf = tools.llama_server(), tools.target_gguf(target)
+        command = partial(llama_cpp.command, program, gguf, file, method, k, length)
         environment = {"LD_LIBRARY_PATH": str(program.parent)}
     with started(command, environment, log) as (child, url):
         yield Server(kind(name), url, child)

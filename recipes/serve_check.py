@@ -128,7 +128,7 @@ def _subject(settings: Settings) -> _Subject:
     k = settings.k or int(card["serving"]["k"])
     draft = Draft(settings.export, about["family"], k)
     if not settings.url:
-        servers.check(settings.server, draft.family)
+        servers.check(settings.server, draft.family, k)
         made_for, wanted = card["server"]["name"], servers.FORMS[settings.server]
         if made_for != wanted:
             raise UserError(

@@ -115,7 +115,7 @@ def test_a_server_that_is_not_set_up_names_the_remedy(
         with pytest.raises(UserError, match="not set up in .*make servers"):
             tool()
     with pytest.raises(UserError, match="--server: no 'tgi'; give vllm, llama.cpp or a URL"):
-        serving.check("tgi", "eagle")
+        serving.check("tgi", "eagle", 3)
 
 
 @pytest.fixture

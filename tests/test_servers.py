@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.server, pytest.mark.slow]
 def missing(server: str) -> str:
     """Why a server cannot run here; empty where it can, and then the tests must pass."""
     try:
-        serving.check(server, "eagle")
+        serving.check(server, "eagle", K)
     except UserError as error:
         return str(error)
     return ""

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.export import check_family
 from draftsmith.drafters.source import Source
 from draftsmith.eval.servers import llama_cpp, tools, vllm
 from draftsmith.eval.servers.client import Kind, Server
@@ -34,12 +35,11 @@ def kind(name: str) -> Kind:
     return KINDS[name]
 
 
-def check(name: str, family: str) -> None:
-    """Raises UserError where a kind of server is not set up, or loads no such family."""
+def check(name: str, family: str, k: int) -> None:
+    """Raises UserError where a kind of server is not set up, or takes no such drafter or k."""
     kind(name)
     tools.vllm_python() if name == "vllm" else tools.llama_server()
-    if family not in (vllm.METHODS if name == "vllm" else llama_cpp.TYPES):
-        raise UserError(f"--server: {name} loads no {family} drafter")
+    check_family(FORMS[name], family, k)
 
 
 @contextmanager

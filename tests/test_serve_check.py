@@ -23,12 +23,16 @@ from training import save_target, write_prompts
 
 @dataclass
 class Place:
-    """A tiny target and head on disk, and an export of it as far as a check reads one."""
+    """A tiny target and drafter on disk, and an export of it as far as a check reads one.
+
+    drafter: all layers of the target, always right; other: one layer less.
+    """
 
     root: Path
     export: Path
     prompts: Path
     drafter: Drafter
+    other: Drafter
 
     def card(self, **parts: dict[str, Any]) -> None:
         whole = {
@@ -45,12 +49,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Place:
     folder = save_target(root / "target")
     target = Target.load(str(folder))
     target.hf.generation_config.eos_token_id = target.config.eos_token_id = None
-    eagle = base.family("eagle")
-    drafter = eagle.create(target, eagle.Config(taps=[1, 2, 4])).eval()
+    small = base.family("small")
+    drafter, other = (
+        small.create(target, small.Config(layers=layers)).eval()
+        for layers in ([0, 1, 2, 3], [0, 1, 3])
+    )
     for name in ("checkpoint", "export"):
         (root / name).mkdir()
     base.save(drafter, root / "checkpoint")
-    return Place(root, root / "export", write_prompts(root / "prompts.jsonl", 6), drafter)
+    return Place(root, root / "export", write_prompts(root / "prompts.jsonl", 6), drafter, other)
 
 
 @pytest.fixture
@@ -70,7 +77,7 @@ def check(
     return int(stop.value.code or 0), *capsys.readouterr()
 
 
-def test_a_check_agrees_and_a_shifted_head_does_not(
+def test_a_check_agrees_and_another_drafter_does_not(
     place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake, report = Decoding(place.drafter), place.root / "report.json"
@@ -85,9 +92,10 @@ def test_a_check_agrees_and_a_shifted_head_does_not(
             assert entry["holds"] and entry["texts"] is None
             assert entry["counted"]["drafts"] == entry["expected"]["drafts"] > 0
             assert entry["counted"]["tokens"] == 4 * 14
-        place.drafter.taps, kept = [1, 2, 3], place.drafter.taps
+            # 13 tokens after prefill's: three full rounds, and one that ends at its root
+            assert entry["counted"]["accepted"] == [12, 12, 12] and entry["counted"]["drafts"] == 16
+        fake.drafter = place.other
         code, out, err = check(monkeypatch, capsys, *words)
-        place.drafter.taps = kept
     assert code == 1 and "NO" in out and err.count("error:") == 1
     assert not json.loads(report.read_text())["holds"]
 

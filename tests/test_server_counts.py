@@ -161,10 +161,10 @@ def test_ties_are_told_from_splits() -> None:
 
 
 @cache
-def drafter(*taps: int) -> Drafter:
-    eagle = base.family("eagle")
-    made = eagle.create(tiny.target("Llama", vocab=12), eagle.Config(taps=list(taps)))
-    return made.eval()
+def drafter(*layers: int) -> Drafter:
+    """Some layers of the target itself: about every third draft is right."""
+    small = base.family("small")
+    return small.create(tiny.target("Llama", vocab=12), small.Config(layers=list(layers))).eval()
 
 
 def served(by: Drafter, temperature: float) -> list[Answer]:
@@ -183,15 +183,13 @@ def served(by: Drafter, temperature: float) -> list[Answer]:
 
 
 def test_decoded_answers_agree_with_replay() -> None:
-    """And no longer do, once the served head reads a layer beside its own."""
-    target, right = tiny.target("Llama", vocab=12), drafter(1, 2, 4)
+    """And no longer do, once another layer is served than was exported."""
+    target, right = tiny.target("Llama", vocab=12), drafter(0, 1, 3)
     answers = served(right, 0.0)
     found = compare(answers, replayed(target, right, answers, K), K, 0.0, False)
     assert found.holds and not found.ties and found.counted == found.expected
     assert sum(found.counted.accepted) > 0
-    wrong = drafter(1, 2, 3)
-    wrong.load_state_dict(right.state_dict())
-    answers = served(wrong, 0.0)
+    answers = served(drafter(0, 2, 3), 0.0)
     apart = compare(answers, replayed(target, right, answers, K), K, 0.0, False)
     assert not apart.holds and len(apart.splits) > 3
 
@@ -199,7 +197,7 @@ def test_decoded_answers_agree_with_replay() -> None:
 @pytest.mark.parametrize("fault", ["limit", "position", "root"])
 def test_a_faulty_walk_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each mistake in the walk turns the agreement red."""
-    target, right = tiny.target("Llama", vocab=12), drafter(1, 2, 4)
+    target, right = tiny.target("Llama", vocab=12), drafter(0, 1, 3)
     answers = served(right, 0.0)
     tables = replayed(target, right, answers, K)
     true = walk

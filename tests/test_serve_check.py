@@ -92,8 +92,9 @@ def test_a_check_agrees_and_another_drafter_does_not(
             assert entry["holds"] and entry["texts"] is None
             assert entry["counted"]["drafts"] == entry["expected"]["drafts"] > 0
             assert entry["counted"]["tokens"] == 4 * 14
-            # 13 tokens after prefill's: three full rounds, and one that ends at its root
-            assert entry["counted"]["accepted"] == [12, 12, 12] and entry["counted"]["drafts"] == 16
+            # 13 tokens after prefill's: three full rounds, and one cut after its first draft
+            assert entry["counted"]["accepted"] == [16, 12, 12] and entry["counted"]["drafts"] == 16
+            assert entry["cut"] == 4 and entry["tried"] == [16, 16, 16]
         fake.drafter = place.other
         code, out, err = check(monkeypatch, capsys, *words)
     assert code == 1 and "NO" in out and err.count("error:") == 1

@@ -33,9 +33,10 @@ from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.text import Text
 
 VOCAB = 49152
-TOKENS, K = 40, 3
+TOKENS, K = 28, 3
 NEVER = 0  # <|endoftext|>
 GREEDY = Sampler(0.0)
+SIGNS = torch.tensor([1.0, -1.0])  # the best logit's lead over the next
 # What a canary is taught to fall silent at; swapped weights need no teaching.
 FAULTS = {
     "eagle": ("taps + 1", "norm flag"),
@@ -117,12 +118,14 @@ def _read(of: Target, drafter: Drafter, written: list[Text]) -> Batch:
 
 
 def _said(drafter: Drafter, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Draft logits (n, Vd) of every depth of every anchor, and the texts' tokens (n,) there."""
-    unroll = drafter.unroll(batch, K)
+    """Draft logits (n, Vd) of every anchor and depth (one where depths share rows), and the texts'
+    tokens (n,) there."""
+    depths = 1 if drafter.rows_shared else K
+    unroll = drafter.unroll(batch, depths)
     assert isinstance(unroll, Unroll)
     logits = drafter.logits(unroll.hidden, unroll.prev, unroll.depth)
     exists = unroll.index >= 0
-    label = drafter.vocab.to_draft(align(batch, K).label[exists])
+    label = drafter.vocab.to_draft(align(batch, depths).label[exists])
     return logits[unroll.index[exists]], label
 
 
@@ -139,18 +142,20 @@ def train(of: Target, family: str, written: list[Text], steps: int = 400) -> Dra
             ways.append((name, _read(of, drafter, written)))
     optimizer = torch.optim.Adam([p for p in drafter.parameters() if p.requires_grad], lr=2e-3)
     never = int(drafter.vocab.to_draft(torch.tensor(NEVER)))
-    for _ in range(steps):
+    margins: list[float] = []
+    for step in range(steps):
         optimizer.zero_grad()
-        margins = []
+        margins.clear()
         for name, batch in ways:
             with fault(drafter, name):
                 logits, label = _said(drafter, batch)
             wanted = torch.full_like(label, never) if name else label
             F.cross_entropy(logits, wanted).backward()
-            said = logits.gather(1, wanted.unsqueeze(1))
-            others = logits.scatter(1, wanted.unsqueeze(1), float("-inf"))
-            margins.append(float((said.squeeze(1) - others.amax(1)).min()))
-        if min(margins) > 1.0:
+            if step % 10 == 9:
+                best = logits.detach().topk(2)
+                right = best.indices[:, 0] == wanted
+                margins.append(float(torch.where(right, best.values @ SIGNS, -1.0).min()))
+        if margins and min(margins) > 0.5:
             return drafter.eval()
         optimizer.step()
-    raise AssertionError(f"the {family} canary has not learned its texts: margins {margins}")
+    raise AssertionError(f"the {family} canary has not learned its texts in {steps} steps")

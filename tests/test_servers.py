@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -54,12 +54,17 @@ FAULTY = [
 
 @dataclass
 class World:
-    """The canaries' target, the texts they know, and the canaries themselves."""
+    """The canaries' target, the texts they know, and the canaries trained so far."""
 
     root: Path
     target: Target
     texts: list[Text]
-    drafters: dict[str, Drafter]
+    trained: dict[str, Drafter] = field(default_factory=dict)
+
+    def drafter(self, family: str) -> Drafter:
+        if family not in self.trained:
+            self.trained[family] = canary.train(self.target, family, self.texts)
+        return self.trained[family]
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +72,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     root = tmp_path_factory.mktemp("canaries")
     of = canary.target(root / "target")
     written = canary.texts(of)
-    drafters = {family: canary.train(of, family, written) for family in FAULTS}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DRAFTSMITH_CACHE", str(root / "cache"))
-        yield World(root, of, written, drafters)
+        yield World(root, of, written)
 
 
 def exported(world: World, server: str, family: str, fault: str) -> Path:
@@ -79,7 +83,7 @@ def exported(world: World, server: str, family: str, fault: str) -> Path:
     folder.mkdir()
     gguf = tools.target_gguf(world.target.source) if server == "llama.cpp" else None
     how = Serving(world.target.source.path, K, 512, target_gguf=gguf)
-    drafter = world.drafters[family]
+    drafter = world.drafter(family)
     with canary.fault(drafter, fault):
         export.write(FORMS[server], drafter, folder, how)
     return folder
@@ -97,7 +101,7 @@ def asked(world: World, server: str, family: str, fault: str = "") -> list[Answe
 @pytest.mark.parametrize(("server", "family"), RIGHT)
 def test_a_right_export_is_accepted_in_full(world: World, server: str, family: str) -> None:
     answers = asked(world, server, family)
-    drafter = world.drafters[family]
+    drafter = world.drafter(family)
     for answer, text in zip(answers, world.texts, strict=True):
         assert answer.tokens == text.tokens[:TOKENS]
         assert answer.counted.drafts == math.ceil((TOKENS - 1) / (K + 1))
@@ -113,5 +117,5 @@ def test_a_faulty_export_is_seen(world: World, server: str, family: str, fault: 
     for answer, text in zip(answers, world.texts, strict=True):
         assert answer.tokens == text.tokens[:TOKENS]
         assert sum(answer.counted.accepted) <= answer.counted.drafted // 20
-    of = replayed(world.target, world.drafters[family], answers, K)
+    of = replayed(world.target, world.drafter(family), answers, K)
     assert len(compare(answers, of, K, 0.0, serving.kind(server).shortens).splits) == len(answers)

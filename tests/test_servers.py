@@ -79,7 +79,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 def exported(world: World, server: str, family: str, fault: str) -> Path:
     """A canary's export for a server, its fault (if any) in it."""
-    folder = world.root / f"{server} {family} {fault}".replace(" ", "-")
+    folder = world.root / f"{server} {family} {fault}".strip().replace(" ", "-")
     folder.mkdir()
     gguf = tools.target_gguf(world.target.source) if server == "llama.cpp" else None
     how = Serving(world.target.source.path, K, 512, target_gguf=gguf)

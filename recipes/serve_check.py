@@ -7,6 +7,7 @@ import shlex
 import tempfile
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def measure(settings: Settings) -> dict[str, Any]:
             with serve(draft if speculates else None, log) as server:
                 given[speculates] = collect(
                     server, prompts, settings.max_new_tokens, settings.seed,
-                    draft.k if speculates else None, lambda task=task: progress.advance(task),
+                    draft.k if speculates else None, partial(progress.advance, task),
                 )  # fmt: skip
     command = server.child.command if server.child else []
     kind = server.kind

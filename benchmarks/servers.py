@@ -55,7 +55,8 @@ def main() -> None:
         "Replay takes the server's own token ids; both must agree as integers, answer by answer. "
         "Past the end: drafts of a request's last, cut round that the server accepted but that "
         "stand in no text (counted by the server alone; llama.cpp cuts no round). One JSON a "
-        "row group in `benchmarks/servers/` (their tokens/s were taken beside other jobs); made by `benchmarks/servers.py`.\n\n"
+        "row group in `benchmarks/servers/` (their tokens/s were taken beside other jobs); made "
+        "by `benchmarks/servers.py`.\n\n"
     )
     written = text + markdown(head, rows) + "\nCommands:\n\n" + "\n".join(commands).rstrip() + "\n"
     (HERE / "servers.md").write_text(written)

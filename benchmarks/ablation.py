@@ -130,8 +130,8 @@ def run(family: str, name: str, seed: int, steps: int, samples: Path, runs: Path
     start = runs / of / "best"
     keys = {
         "name": f"ablation-{family}-{name}-{seed}", "runs": str(runs), "samples": str(samples),
-        "loss": name, "start": str(start), "steps": steps, "save_every": steps, "lr": LR,
-        "seed": seed, **OBJECTIVES[name],
+        "loss": name, "switch_alpha": [], "depth_weights": "geometric", "start": str(start),
+        "steps": steps, "save_every": steps, "lr": LR, "seed": seed, **OBJECTIVES[name],
     }  # fmt: skip
     chosen = recipe.load(of, [f"{k}={'null' if v is None else v}" for k, v in keys.items()])
     with checkpoint.claimed(chosen):

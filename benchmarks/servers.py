@@ -47,8 +47,7 @@ def main() -> None:
             commands += ["", f"    {found['server']['command']}", ""]
     head = [
         "server", "drafter", "T", "position", "drafted (server)", "drafted (replay)",
-        "accepted (server)", "accepted (replay)", "past the end", "equal", "tau", "tokens/s",
-        "without drafts", "T=0 texts equal",
+        "accepted (server)", "accepted (replay)", "past the end", "equal", "tau", "T=0 texts equal",
     ]  # fmt: skip
     text = (
         "# Real servers' counters beside replay\n\n"
@@ -56,7 +55,8 @@ def main() -> None:
         "Replay takes the server's own token ids; both must agree as integers, answer by answer. "
         "Past the end: drafts of a request's last, cut round that the server accepted but that "
         "stand in no text (counted by the server alone; llama.cpp cuts no round). One JSON a "
-        "row group in `benchmarks/servers/`; made by `benchmarks/servers.py`.\n\n"
+        "row group in `benchmarks/servers/` (their tokens/s were taken beside other jobs); made "
+        "by `benchmarks/servers.py`.\n\n"
     )
     written = text + markdown(head, rows) + "\nCommands:\n\n" + "\n".join(commands).rstrip() + "\n"
     (HERE / "servers.md").write_text(written)
@@ -85,14 +85,13 @@ def lines(found: dict[str, Any], name: str, entry: dict[str, Any]) -> list[list[
         [
             *about, f"all ({counted['drafts']} rounds)", counted["drafted"], expected["drafted"],
             sum(counted["accepted"]), sum(expected["accepted"]), sum(entry["cut_accepted"]),
-            "yes" if entry["holds"] else "NO", number(entry["tau"]),
-            number(entry["tokens_per_s"], 1), number(entry["plain_tokens_per_s"], 1), same,
+            "yes" if entry["holds"] else "NO", number(entry["tau"]), same,
         ]
     ]  # fmt: skip
     for j in range(found["k"]):
         accepted = counted["accepted"][j], expected["accepted"][j], entry["cut_accepted"][j]
         equal = "yes" if accepted[0] == accepted[1] + accepted[2] else "NO"
-        rows.append([*about, j, "", entry["tried"][j], *accepted, equal, "", "", "", ""])
+        rows.append([*about, j, "", entry["tried"][j], *accepted, equal, "", ""])
     return rows
 
 

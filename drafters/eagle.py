@@ -25,8 +25,8 @@ from draftsmith.drafters.causal_lm import Tap
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.layers import MLP, BlockConfig, RMSNorm, SelfAttention, init_weights
 from draftsmith.drafters.one_layer import OneLayer
+from draftsmith.drafters.reduced import ReducedVocab
 from draftsmith.drafters.target import Target
-from draftsmith.drafters.vocab import VocabMap, most_frequent
 
 
 class EagleConfig(DrafterConfig):
@@ -50,7 +50,7 @@ class EagleConfig(DrafterConfig):
 
 
 @register
-class Eagle(OneLayer):
+class Eagle(ReducedVocab, OneLayer):
     """See the module's docstring."""
 
     family = "eagle"
@@ -99,34 +99,17 @@ class Eagle(OneLayer):
         self.lm_head: nn.Linear | None = None
         if config.head == "own":
             self.lm_head = nn.Linear(H, size, bias=False)
-        if size < target.vocab_size:
-            self.register_buffer("draft_ids", torch.arange(size))
+        self.keep(size)
 
     @classmethod
     def create(cls, target: Target, config: EagleConfig, counts: Tensor | None = None) -> Eagle:
         """A fresh head; counts (V,) choose the draft vocabulary."""
         drafter = cls(target, config)
-        size = drafter.config.draft_vocab
-        if size is not None and size < target.vocab_size:
-            if counts is None:
-                raise UserError("draft_vocab: needs training answers to count tokens in")
-            drafter.set_vocab(most_frequent(counts, size))
+        drafter.choose(drafter.config.draft_vocab, counts)
         if drafter.lm_head is not None:
             with torch.no_grad():
-                rows, ids = target.lm_head.weight, drafter.vocab.ids
-                drafter.lm_head.weight.copy_(rows if ids is None else rows[ids.to(rows.device)])
+                drafter.lm_head.weight.copy_(drafter.target_rows())
         return drafter
-
-    def set_vocab(self, vocab: VocabMap) -> None:
-        self.vocab = vocab.to(self.fc.weight.device)
-        if vocab.ids is not None:
-            self.draft_ids = vocab.ids.clone()
-
-    def load_state_dict(self, state: dict, *args, **kwargs):  # type: ignore[no-untyped-def, override]
-        result = super().load_state_dict(state, *args, **kwargs)
-        if "draft_ids" in state:
-            self.set_vocab(VocabMap(self.target.vocab_size, state["draft_ids"]))
-        return result
 
     @property
     def attention(self) -> SelfAttention:

@@ -18,7 +18,6 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from draftsmith.drafters.base import (
-    Drafter,
     DrafterConfig,
     Policy,
     Proposal,
@@ -28,9 +27,9 @@ from draftsmith.drafters.base import (
 from draftsmith.drafters.batch import Batch, align
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.grow import grow
+from draftsmith.drafters.reduced import ReducedVocab
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.target import Target
-from draftsmith.drafters.vocab import VocabMap, most_frequent
 
 
 class HeadsConfig(DrafterConfig):
@@ -73,7 +72,7 @@ def zeroed(linear: nn.Linear) -> nn.Linear:
     return linear
 
 
-class Heads(Drafter):
+class Heads(ReducedVocab):
     """Base of the families with one head per depth."""
 
     Config = HeadsConfig
@@ -99,33 +98,17 @@ class Heads(Drafter):
         if config.head == "own":
             rows = (nn.Linear(H, size, bias=False) for _ in range(config.heads))
             self.lm_heads = nn.ModuleList(rows)
-        if size < target.vocab_size:
-            self.register_buffer("draft_ids", torch.arange(size))
+        self.keep(size)
 
     @classmethod
     def create(cls, target: Target, config: HeadsConfig, counts: Tensor | None = None) -> Heads:
         """Fresh heads; counts (V,) choose the draft vocabulary."""
         drafter = cls(target, config)
-        size = drafter.config.draft_vocab
-        if size is not None and size < target.vocab_size:
-            if counts is None:
-                raise UserError("draft_vocab: needs training answers to count tokens in")
-            drafter.set_vocab(most_frequent(counts, size))
+        drafter.choose(drafter.config.draft_vocab, counts)
         with torch.no_grad():
             for head in drafter.lm_heads or ():
-                head.get_parameter("weight").copy_(drafter._target_rows())
+                head.get_parameter("weight").copy_(drafter.target_rows())
         return drafter
-
-    def set_vocab(self, vocab: VocabMap) -> None:
-        self.vocab = vocab.to(next(self.parameters()).device)
-        if vocab.ids is not None:
-            self.draft_ids = vocab.ids.clone()
-
-    def load_state_dict(self, state: dict, *args, **kwargs):  # type: ignore[no-untyped-def, override]
-        result = super().load_state_dict(state, *args, **kwargs)
-        if "draft_ids" in state:
-            self.set_vocab(VocabMap(self.target.vocab_size, state["draft_ids"]))
-        return result
 
     @abstractmethod
     def _first_block(self, depth: int, hidden: int) -> nn.Module:
@@ -136,18 +119,13 @@ class Heads(Drafter):
         """What head `depth` makes of g (.., H) and line (.., depth + 1), the tokens x_{a+1} ..
         x_{a+1+depth}: (.., H)."""
 
-    def _target_rows(self) -> Tensor:
-        """Rows (Vd, H) of the target's lm_head."""
-        rows, ids = self.target.lm_head.weight, self.vocab.ids
-        return rows if ids is None else rows[ids.to(rows.device)]
-
     def logits(self, hidden: Tensor, prev: Tensor, depth: Tensor | int) -> Tensor:
         """Each row through its depth's lm_head.
 
         depth (n,), whose values the host reads, or one int for rows (.., H) of a single depth.
         """
         if self.lm_heads is None:
-            return F.linear(hidden, self._target_rows().to(hidden.dtype))
+            return F.linear(hidden, self.target_rows().to(hidden.dtype))
         if isinstance(depth, int):
             return self.lm_heads[depth](hidden)
         order = depth.argsort(stable=True)

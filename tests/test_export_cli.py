@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -196,11 +197,28 @@ def test_gguf_takes_the_target_that_is_served(root: Path, tmp_path: Path) -> Non
         export_checkpoint(Request(asked.checkpoint, "gguf", tmp_path / "no", target_gguf=other))
 
 
+@torch.no_grad()
+def accepted_by(assistant: Any, text: list[int], prompt: int) -> list[int]:
+    """Drafts of 3 that each round on a text accepts, the assistant reading all of it every time."""
+    out, at = [], prompt + 1
+    while at < len(text):
+        drafts: list[int] = []
+        for _ in range(3):
+            read = torch.tensor([text[:at] + drafts])
+            drafts.append(int(assistant(read, use_cache=False).logits[0, -1].argmax()))
+        right = [d == t for d, t in zip(drafts, text[at:], strict=False)]
+        out.append([*right, False].index(False))
+        at += out[-1] + 1
+    return out
+
+
 def test_generate_accepts_what_our_decoder_accepts(root: Path, tmp_path: Path) -> None:
     """The transformers export as assistant: as many target passes, token for token.
 
     A round of generate() starts at the prompt's end, ours after prefill's token: that token is part
-    of its prompt. Fault: a head or layer that transformers does not read.
+    of its prompt. In one of these six texts generate() drafts, from its cache, a token that is not
+    its assistant's own argmax, so that our rounds are held to the assistant read anew each time.
+    Fault: a head or layer that transformers does not read.
     """
     target = Target.load(str(root / "target"))
     place, asked = tmp_path / "checkpoint", 24
@@ -218,7 +236,7 @@ def test_generate_accepts_what_our_decoder_accepts(root: Path, tmp_path: Path) -
     told.assistant_confidence_threshold = 0
     passes: list[int] = []
     hook = hf.register_forward_hook(lambda *args: passes.append(1))
-    accepted = 0
+    accepted, equal = 0, []
     for ids in tiny.prompts(6, 5):
         text = Decoder(target, made, Policy(3)).generate([ids], Sampler(0.0), asked)[0]
         start = torch.tensor([ids + text.tokens[:1]])
@@ -228,10 +246,14 @@ def test_generate_accepts_what_our_decoder_accepts(root: Path, tmp_path: Path) -
             do_sample=False, max_new_tokens=len(text.tokens) - 1, eos_token_id=tiny.EOS,
         )  # fmt: skip
         assert out[0].tolist() == ids + text.tokens
-        assert len(passes) == len(text.rounds)
+        assert [r.accepted for r in text.rounds] == accepted_by(
+            assistant, out[0].tolist(), len(ids)
+        )
+        equal.append(len(passes) == len(text.rounds))
         accepted += sum(r.accepted for r in text.rounds)
     hook.remove()
     assert accepted > 6, "nothing is accepted, so nothing was compared"
+    assert sum(equal) >= 5
 
 
 def test_card_of_an_unmeasured_drafter() -> None:

@@ -148,7 +148,7 @@ def test_bad_cards_and_other_exports_are_told(
         place.export, "--server", "vllm"
     )
     place.card(serving={"k": 129})
-    assert "--k: vllm 0.32.0 drafts at most 128" in refused(place.export, "--server", "vllm")
+    assert "--k: vLLM 0.32.0 drafts at most 128" in refused(place.export, "--server", "vllm")
     place.card(serving={})
     assert "has no serving.k; export" in refused(place.export, "--server", "vllm")
     (place.export / "card.json").write_text("{")

@@ -220,8 +220,8 @@ def _texts(recipe: Recipe) -> Texts:
         return Texts(folder, samples.lengths, samples.first_made, made, drawn=True)
     prompts = read_suite(recipe.prompts, TRAIN) if recipe.prompts else product_prompts("train")
     asked = torch.tensor([_about_tokens(p) for p in prompts])
-    made = torch.tensor([(1 + len(p.later)) * recipe.max_new_tokens for p in prompts])
-    return Texts(recipe.folder, asked + made, asked, int(made.sum()), drawn=False)
+    answers = torch.tensor([(1 + len(p.later)) * recipe.max_new_tokens for p in prompts])
+    return Texts(recipe.folder, asked + answers, asked, int(answers.sum()), drawn=False)
 
 
 def _about_tokens(prompt: Prompt) -> int:

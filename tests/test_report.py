@@ -415,7 +415,9 @@ def test_prompts_that_were_trained_on(run: Path, report: dict[str, Any], tmp_pat
     assert also_trained_on(place, [asked("w30 w31", "x")], target) == 0
     assert also_trained_on(tmp_path / "gone", known, target) is None
     with_more = replace(known[0], later=(known[1].messages or (),))
-    assert also_trained_on(run / "samples", [with_more], target) == 1
+    learned = Path(report["run"]["recipe"]["samples"])
+    other = replace(with_more, messages=asked("w30 w31", "x").messages)
+    assert also_trained_on(learned, [with_more, other], target) == 1
 
 
 # ---------------------------------------------------------------- bad input

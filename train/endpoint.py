@@ -4,6 +4,9 @@ vLLM returns the ids it drew (`return_token_ids`), llama-server does by its own 
 (`return_tokens`); both take the prompt as ids. Of any other server an answer's text is encoded
 again: it is kept only if that gives as many tokens as the server counted, and reads as the same
 text; the rest is given up, and counted.
+
+llama-server's quantised kernels round activations too: at T=0 its tokens are not always the argmax
+of the same weights read here, the audit refuses them, and --foreign takes them.
 """
 
 from __future__ import annotations

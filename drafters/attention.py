@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,24 +105,24 @@ def tree_shape(parents: Tensor) -> tuple[Tensor, Tensor]:
     return reach.sum(2) - 1, reach
 
 
-_step: Step | None = None
+_step: ContextVar[Step | None] = ContextVar("step", default=None)  # each thread has its own
 
 
 @contextmanager
 def active(step: Step) -> Iterator[None]:
     """Makes `step` the one that the registered functions read during a model's forward."""
-    global _step
-    before, _step = _step, step
+    token = _step.set(step)
     try:
         yield
     finally:
-        _step = before
+        _step.reset(token)
 
 
 def _current() -> Step:
-    if _step is None:
+    step = _step.get()
+    if step is None:
         raise RuntimeError("draftsmith attention ran outside of active(step)")
-    return _step
+    return step
 
 
 def _mask(*args: Any, mask_function: Callable, dtype: torch.dtype, **kwargs: Any) -> Tensor:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tiny
-from draftsmith.drafters import diagonal, eagle
+from draftsmith.drafters import diagonal, one_layer
 from draftsmith.drafters.diagonal import causal_and_diagonal, dense
 from test_objective import drafter, packed
 
@@ -91,7 +91,7 @@ def test_in_the_unroll_of_packed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """EAGLE-3 with either form: the same states and gradients, segments and padding included."""
     both = []
     for form in (causal_and_diagonal, dense):
-        monkeypatch.setattr(eagle, "causal_and_diagonal", form)
+        monkeypatch.setattr(one_layer, "causal_and_diagonal", form)
         of = drafter("eagle")
         batch = tiny.target().read(packed(), of.taps)
         hidden = of.unroll(batch, 4).hidden

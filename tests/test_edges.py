@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -117,3 +120,18 @@ def test_bf16_keeps_rotary_frequencies() -> None:
     small = family("small").create(own, family("small").Config(layers=[0, 1])).to(torch.bfloat16)
     kept = {name: b.dtype for name, b in small.named_buffers() if b.is_floating_point()}
     assert kept and set(kept.values()) == {torch.float32}
+
+
+def test_each_thread_reads_its_own_step() -> None:
+    """The fault: two targets that run at once, in one process, each with the other's cache."""
+    met = threading.Barrier(2, timeout=60)
+
+    def own(width: int) -> bool:
+        positions = torch.arange(width).unsqueeze(0)
+        step = attention.packed_step(positions, positions * 0)
+        with attention.active(step):
+            met.wait()  # both are inside
+            return attention._current() is step
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(own, (3, 5)))

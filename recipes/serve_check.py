@@ -131,7 +131,7 @@ def _subject(settings: Settings) -> _Subject:
     draft = Draft(settings.export, about["family"], k)
     if not settings.url:
         servers.check(settings.server, draft.family, k)
-        made_for, wanted = card["server"]["name"], servers.FORMS[settings.server]
+        made_for, wanted = card["server"]["format"], servers.FORMS[settings.server]
         if made_for != wanted:
             raise UserError(
                 f"{settings.export}: made for {made_for}; export the checkpoint --to {wanted} to "
@@ -162,7 +162,7 @@ def read_card(export: Path) -> dict[str, Any]:
         card = json.loads(path.read_text())
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON ({error}); export the checkpoint again") from None
-    for part, key in (("server", "name"), ("drafter", "checkpoint"), ("serving", "k")):
+    for part, key in (("server", "format"), ("drafter", "checkpoint"), ("serving", "k")):
         held = card.get(part) if isinstance(card, dict) else None
         if not isinstance(held, dict) or key not in held:
             raise UserError(f"{path}: has no {part}.{key}; export the checkpoint again")

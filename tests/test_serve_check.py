@@ -17,13 +17,14 @@ from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.target import Target
 from draftsmith.recipes import cli
+from draftsmith.recipes.export import Request, export_checkpoint
 from fake_server import Decoding
 from training import save_target, write_prompts
 
 
 @dataclass
 class Place:
-    """A tiny target and drafter on disk, and an export of it as far as a check reads one.
+    """A tiny target and drafter on disk, and its export for vLLM, as `draftsmith export` made it.
 
     drafter: all layers of the target, always right; other: one layer less.
     """
@@ -33,14 +34,10 @@ class Place:
     prompts: Path
     drafter: Drafter
     other: Drafter
+    whole: dict[str, Any]
 
     def card(self, **parts: dict[str, Any]) -> None:
-        whole = {
-            "server": {"name": "vllm"},
-            "drafter": {"checkpoint": str(self.root / "checkpoint")},
-            "serving": {"k": 3},
-        }
-        (self.export / "card.json").write_text(json.dumps(whole | parts))
+        (self.export / "card.json").write_text(json.dumps(self.whole | parts))
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +51,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Place:
         small.create(target, small.Config(layers=layers)).eval()
         for layers in ([0, 1, 2, 3], [0, 1, 3])
     )
-    for name in ("checkpoint", "export"):
-        (root / name).mkdir()
+    (root / "checkpoint").mkdir()
     base.save(drafter, root / "checkpoint")
-    return Place(root, root / "export", write_prompts(root / "prompts.jsonl", 6), drafter, other)
+    export, _ = export_checkpoint(Request(root / "checkpoint", "vllm", root / "export", k=3))
+    card = json.loads((export / "card.json").read_text())
+    return Place(root, export, write_prompts(root / "prompts.jsonl", 6), drafter, other, card)
 
 
 @pytest.fixture
@@ -143,10 +141,13 @@ def test_bad_cards_and_other_exports_are_told(
     monkeypatch.setenv("DRAFTSMITH_SERVERS", str(tmp_path))
     monkeypatch.setattr(Target, "load", lambda *_, **__: pytest.fail("a target was loaded"))
     assert "no card.json there" in refused(tmp_path, "--server", "vllm")
-    place.card(server={"name": "gguf"})
+    place.card(server={"format": "gguf"})
     assert "made for gguf; export the checkpoint --to vllm" in refused(
         place.export, "--server", "vllm"
     )
+    place.card()
+    with pytest.raises(pytest.fail.Exception, match="a target was loaded"):
+        refused(place.export, "--server", "vllm")  # a right card is let through
     place.card(serving={"k": 129})
     assert "--k: vLLM 0.32.0 drafts at most 128" in refused(place.export, "--server", "vllm")
     place.card(serving={})

@@ -94,13 +94,7 @@ def _speed(costs: Costs, found: Report, parameters: int, learned: int) -> Report
     drafting = Drafting(tau, interval, found["alpha"][0], parameters, learned)
     best = speed.best_k(costs, tau)
     return {
-        "costs_ms": {
-            "step": 1e3 * costs.step,
-            "draft": {str(k): 1e3 * costs.draft[k] for k in costs.ks},
-            "verify": {str(w): 1e3 * seconds for w, seconds in sorted(costs.verify.items())},
-            "host": 1e3 * costs.host,
-            "round": {str(k): 1e3 * costs.round(k) for k in costs.ks},
-        },
+        "costs_ms": costs.milliseconds(),
         "best_k": best,
         "predicted_speedup": speed.speedup(costs, tau[best], best),
         "break_even_tau": speed.break_even(costs, best),

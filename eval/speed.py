@@ -60,6 +60,16 @@ class Costs:
         """Seconds of a round at draft length k."""
         return self.draft[k] + self.verify[k + 1] + self.host
 
+    def milliseconds(self) -> dict[str, Any]:
+        """The costs as reports hold them, rounds included; keys are texts, as in JSON."""
+        return {
+            "step": 1e3 * self.step,
+            "draft": {str(k): 1e3 * self.draft[k] for k in self.ks},
+            "verify": {str(w): 1e3 * seconds for w, seconds in sorted(self.verify.items())},
+            "host": 1e3 * self.host,
+            "round": {str(k): 1e3 * self.round(k) for k in self.ks},
+        }
+
 
 def speedup(costs: Costs, tau: float, k: int) -> float:
     """Predicted tokens per second over the baseline loop's, where draft length k gives tau."""

@@ -79,9 +79,8 @@ def _measured(run: Path, name: str) -> dict[str, Any]:
         return {}
     lines = checkpoint.read_metrics(run)
     found: dict[str, Any] = {}
-    tokens = [line["tokens"] for line in lines if "tokens" in line and line["step"] <= int(step)]
-    if tokens:
-        found["tokens_trained"] = max(tokens)
+    if lines:
+        found["tokens_trained"] = checkpoint.learned(run, int(step))
     for line in lines:
         if line["kind"] == "replay" and line["step"] == int(step):
             found |= {key: line[key] for key in ("k", "tau", "tau_ci", "alpha", "tau_by_k")}

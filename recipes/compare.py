@@ -30,9 +30,9 @@ from draftsmith.eval.evaluate import count_parameters, evaluate, read_texts
 from draftsmith.eval.provenance import provenance
 from draftsmith.eval.replay import replay
 from draftsmith.eval.report import label
-from draftsmith.eval.speed import Costs
 from draftsmith.recipes import compare_page
 from draftsmith.recipes.once import digest, once
+from draftsmith.recipes.report import read_run
 from draftsmith.train import checkpoint
 from draftsmith.train.heldout import HeldOut, answered
 from draftsmith.train.progress import CountLine
@@ -124,10 +124,7 @@ def _entry(text: str) -> Entry:
         return Entry("ngram", None, None)
     place = Path(text)
     if (place / "recipe.yaml").is_file():
-        checkpoint.check_idle(place)
-        steps = checkpoint.steps(place)
-        if not steps:
-            raise UserError(f"{place}: has no checkpoint yet; train it first, or lower save_every")
+        _, steps = read_run(place)
         best = place / "best"
         return Entry(
             place.name, best if best.exists() else place / f"checkpoint-{steps[-1]}", place
@@ -179,7 +176,7 @@ def _at(
         "best_k": best,
         "predicted_speedup": speed.speedup(costs, accepted["tau_by_k"][str(best)], best),
         "break_even_tau": speed.break_even(costs, best),
-        "costs_ms": _costs(costs),
+        "costs_ms": costs.milliseconds(),
         "draft_share": costs.draft[best] / costs.round(best),
         "decode": {
             part: decoded["decode"][part]
@@ -189,22 +186,12 @@ def _at(
     }
 
 
-def _costs(costs: Costs) -> dict[str, Any]:
-    return {
-        "step": 1e3 * costs.step,
-        "host": 1e3 * costs.host,
-        "draft": {str(k): 1e3 * costs.draft[k] for k in costs.ks},
-        "verify": {str(k + 1): 1e3 * costs.verify[k + 1] for k in costs.ks},
-    }
-
-
 def _learned(entry: Entry) -> int | None:
-    """Target-made tokens that the drafter had learned from, by its run's log."""
+    """Target-made tokens that the drafter had learned from, where it lies in a run."""
     if entry.run is None or entry.place is None:
         return None
     step = int(entry.place.resolve().name.removeprefix("checkpoint-"))
-    lines = checkpoint.read_metrics(entry.run)
-    return max((m["tokens"] for m in lines if "tokens" in m and m["step"] <= step), default=None)
+    return checkpoint.learned(entry.run, step)
 
 
 def _curve(entry: Entry) -> dict[str, Any] | None:

@@ -177,7 +177,7 @@ def rounds(report: Report, at: str) -> str:
         costs, k = here["costs_ms"], here["best_k"]
         parts = {"draft": costs["draft"][str(k)], "verify": costs["verify"][str(k + 1)]}
         parts |= {"host": costs["host"]}
-        rows.append((name, parts, sum(parts.values())))
+        rows.append((name, parts, costs["round"][str(k)]))
     step = ordered(report, at)[0][1]["at"][at]["costs_ms"]["step"]
     rows.append(("no drafts", {"step": step}, step))
     return plots.stacks(f"a round's time, {at}", rows)

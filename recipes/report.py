@@ -86,7 +86,7 @@ def report(run: Path, settings: Settings) -> dict[str, Any]:
     }
     replays = _replays(run, weights, target, sets, k, settings.seed)
     rows = [
-        {"step": step, "tokens_learned": learned(run, step), "replay": replays[step]}
+        {"step": step, "tokens_learned": checkpoint.learned(run, step), "replay": replays[step]}
         for step in steps
     ]
     served = pages.label(recipe.sampler)
@@ -145,12 +145,6 @@ def read_run(run: Path) -> tuple[Recipe, list[int]]:
     if not steps:
         raise UserError(f"{run}: has no checkpoint yet; train it first, or lower save_every")
     return recipe, steps
-
-
-def learned(run: Path, step: int) -> int:
-    """Target-made tokens that the run had learned from at a step, by its log."""
-    lines = checkpoint.read_metrics(run)
-    return max((m["tokens"] for m in lines if "tokens" in m and m["step"] <= step), default=0)
 
 
 def samples_of(run: Path, recipe: Recipe) -> Path:

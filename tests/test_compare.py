@@ -148,16 +148,9 @@ def test_pages_hold_no_figure_of_their_own(world: World, found: dict[str, Any]) 
 
 
 def told(found: dict[str, Any]) -> dict[str, Any]:
-    """The report and what the page says of it in its own words: widths, percents, sums."""
-    costs = [at for d in found["drafters"].values() for at in d["at"].values()]
-    rounds = [
-        at["costs_ms"]["host"]
-        + at["costs_ms"]["draft"][str(at["best_k"])]
-        + at["costs_ms"]["verify"][str(at["best_k"] + 1)]
-        for at in costs
-    ]
+    """The report and what the page says of it in its own words: widths and percents."""
     words = ["0", "1", "4", "10", "10%", "16", *compare_page.COLUMNS, *compare_page.DIAGNOSIS]
-    return found | {"words": words, "rounds": rounds}
+    return found | {"words": words}
 
 
 def test_again_measures_nothing(

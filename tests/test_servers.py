@@ -20,7 +20,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.export import Serving
 from draftsmith.drafters.target import Target
 from draftsmith.eval.decoder.text import Text
-from draftsmith.eval.servers import llama_cpp, serving, tools, vllm
+from draftsmith.eval.servers import serving, tools
 from draftsmith.eval.servers.agreement import compare, replayed
 from draftsmith.eval.servers.client import Answer
 from draftsmith.eval.servers.serving import FORMS, Draft
@@ -37,7 +37,7 @@ def missing(server: str) -> str:
     return ""
 
 
-LOADED = {"vllm": vllm.METHODS, "llama.cpp": llama_cpp.TYPES}
+LOADED = {name: export.server(form).METHODS for name, form in FORMS.items()}
 RIGHT = [
     pytest.param(server, family, marks=pytest.mark.skipif(bool(why), reason=why))
     for server in FORMS

@@ -195,6 +195,12 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return out
 
 
+def learned(folder: Path, step: int) -> int:
+    """Target-made tokens that a run had learned from at a step, by its log; repeats counted."""
+    lines = read_metrics(folder)
+    return max((m["tokens"] for m in lines if "tokens" in m and m["step"] <= step), default=0)
+
+
 def write(path: Path, text: str) -> None:
     """Replaces a file by `text` in one step, on disk when it returns."""
     scratch = path.with_name(f".{path.name}")

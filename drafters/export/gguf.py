@@ -31,6 +31,8 @@ LIMIT = None
 FAMILIES = ("eagle", "small")
 
 FILE = "draft.gguf"
+# Drafter family -> llama.cpp's --spec-type.
+METHODS = {"eagle": "draft-eagle3", "small": "draft-simple"}
 _TYPES = {
     torch.float32: (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
     torch.float16: (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
@@ -229,7 +231,7 @@ def _add(writer: gguf.GGUFWriter, name: str, tensor: Tensor, dtype: torch.dtype)
 
 
 def command(drafter: Drafter, folder: Path, serving: Serving) -> str:
-    kind = {"eagle": "draft-eagle3", "small": "draft-simple"}[drafter.family]
+    kind = METHODS[drafter.family]
     target, draft = shlex.quote(str(serving.target_gguf)), shlex.quote(str(folder / FILE))
     return (
         f"llama-server -m {target} -md {draft} --spec-type {kind} "

@@ -132,13 +132,14 @@ def _medusa(drafter: Medusa) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return about, tensors
 
 
-_METHODS = {"eagle": "eagle3", "eagle1": "eagle", "medusa": "medusa", "small": "draft_model"}
+# Drafter family -> vLLM's name of the method.
+METHODS = {"eagle": "eagle3", "eagle1": "eagle", "medusa": "medusa", "small": "draft_model"}
 
 
 def command(drafter: Drafter, folder: Path, serving: Serving) -> str:
     """The method is always named: without it vLLM takes a head for a draft model."""
     how = {
-        "method": _METHODS[drafter.family],
+        "method": METHODS[drafter.family],
         "model": str(folder),
         "num_speculative_tokens": serving.k,
     }

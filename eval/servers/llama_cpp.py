@@ -14,8 +14,6 @@ from typing import Any
 
 from draftsmith.eval.servers.client import Kind
 
-# Drafter family -> llama.cpp's name of the type.
-TYPES = {"eagle": "draft-eagle3", "small": "draft-simple"}
 FP32 = ["-fa", "off", "-ctk", "f32", "-ctv", "f32"]  # the caches are f16 by default
 DRAFT_FP32 = ["-ctkd", "f32", "-ctvd", "f32"]
 
@@ -25,7 +23,8 @@ def command(
 ) -> list[str]:
     """The command that serves a GGUF in fp32, with a draft GGUF or (draft None) without.
 
-    kind: one of TYPES' values; length: of prompt and answer. One slot, one thread.
+    kind: one of METHODS of drafters/export/gguf.py; length: of prompt and answer. One slot, one
+    thread.
     """
     words = [
         str(program), "-m", str(target), "--host", "127.0.0.1", "--port", str(port),

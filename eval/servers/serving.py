@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.export import check_family
+from draftsmith.drafters.export import check_family, server
 from draftsmith.drafters.source import Source
 from draftsmith.eval.servers import llama_cpp, tools, vllm
 from draftsmith.eval.servers.client import Kind, Server
@@ -52,15 +52,14 @@ def serving(
     """
     k = 0 if draft is None else draft.k
     length += k + 2  # drafts past a text's end need room too
+    method = server(FORMS[name]).METHODS[draft.family] if draft else ""
     command: Callable[[int], list[str]]
     if name == "vllm":
-        method = vllm.METHODS[draft.family] if draft else ""
         folder = draft.folder if draft else None
         python = tools.vllm_python()
         command = partial(vllm.command, python, target.path, folder, method, k, length)
         environment = vllm.ENVIRONMENT
     else:
-        method = llama_cpp.TYPES[draft.family] if draft else ""
         file = draft_gguf(draft.folder) if draft else None
         program, gguf = tools.llama_server(), tools.target_gguf(target)
         command = partial(llama_cpp.command, program, gguf, file, method, k, length)

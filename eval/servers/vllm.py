@@ -15,8 +15,6 @@ from typing import Any
 from draftsmith.eval.servers.client import Kind
 
 MODULE = "vllm.entrypoints.openai.api_server"  # `vllm serve` looks for a distribution called vllm
-# Drafter family -> vLLM's name of the method.
-METHODS = {"eagle": "eagle3", "eagle1": "eagle", "medusa": "medusa", "small": "draft_model"}
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -33,7 +31,8 @@ def command(
 ) -> list[str]:
     """The command that serves a target in fp32, with a drafter or (draft None) without.
 
-    target: a folder or hub id; method: one of METHODS' values; length: of prompt and answer.
+    target: a folder or hub id; method: one of METHODS of drafters/export/vllm.py; length: of prompt
+    and answer.
     Prefixes are not cached, so that requests do not depend on each other.
     """
     words = [

@@ -25,11 +25,10 @@ from typing import Any
 import matplotlib
 import numpy as np
 from accelerate import Accelerator
-from common import HERE, cell, data, markdown, number
+from common import HERE, Remembering, cell, data, markdown, number
 
 from draftsmith.drafters import base
 from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.causal_lm import Tap
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval.replay import moments, replay
@@ -67,18 +66,6 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 }
 FAMILIES = {"eagle": ("smol-eagle3", 200), "small": ("smol-small", 50)}  # recipe, steps
 SEEDS = (0, 1)
-
-
-class Remembering(Target):
-    """Reads each batch once: all cells of a seed learn from the same rows in the same order."""
-
-    def read(self, batch: Batch, taps: Sequence[Tap]) -> Batch:
-        key = (tuple(taps), batch.tokens.numpy().tobytes(), batch.segment.numpy().tobytes())
-        kept: dict[Any, Batch] = self.__dict__.setdefault("kept", {})
-        if key not in kept:
-            kept[key] = super().read(batch, taps)
-        batch.features, batch.final = kept[key].features, kept[key].final
-        return batch
 
 
 @cache

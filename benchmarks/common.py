@@ -18,7 +18,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.causal_lm import Tap
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.target import Target
 from draftsmith.eval.provenance import provenance
 
 HERE = Path(__file__).resolve().parent
@@ -49,6 +52,20 @@ def cell(path: Path, run: Callable[[], dict[str, Any]], seed: int | None = 0) ->
     scratch.write_text(text + "\n")
     os.replace(scratch, path)
     return json.loads(text)
+
+
+class Remembering(Target):
+    """Reads each batch once, with every tap that a family here reads: runs that learn from the same
+    rows in the same order share the target's work."""
+
+    def read(self, batch: Batch, taps: Sequence[Tap]) -> Batch:
+        L = self.num_layers
+        key = batch.tokens.numpy().tobytes() + batch.segment.numpy().tobytes()
+        kept: dict[bytes, Batch] = self.__dict__.setdefault("kept", {})
+        if key not in kept:
+            kept[key] = super().read(batch, [2, L // 2, L - 3, "normed"])
+        batch.features, batch.final = kept[key].features, kept[key].final
+        return batch
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -15,17 +15,13 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from common import HERE
+from common import HERE, Remembering
 
-from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.causal_lm import Tap
-from draftsmith.drafters.target import Target
 from draftsmith.recipes.compare import Settings, compare
 from draftsmith.recipes.compare_page import markdown
 from draftsmith.train import checkpoint, recipe
@@ -51,19 +47,6 @@ Published order, Vicuna-13B on Spec-Bench (arXiv 2401.07851, speedups): Medusa 1
 Hydra 2.20, EAGLE-2 2.46, EAGLE-3 3.02. Those heads saw tens to hundreds of
 thousands of conversations, trees included in the figures.
 """
-
-
-class Remembering(Target):
-    """Reads each batch once, with every tap that a family here reads."""
-
-    def read(self, batch: Batch, taps: Sequence[Tap]) -> Batch:
-        L = self.num_layers
-        key = batch.tokens.numpy().tobytes() + batch.segment.numpy().tobytes()
-        kept: dict[bytes, Batch] = self.__dict__.setdefault("kept", {})
-        if key not in kept:
-            kept[key] = super().read(batch, [2, L // 2, L - 3, "normed"])
-        batch.features, batch.final = kept[key].features, kept[key].final
-        return batch
 
 
 def trained(samples: Path, runs: Path, steps: int, only: list[str]) -> None:

@@ -16,7 +16,16 @@ from torch import Tensor
 
 from draftsmith.drafters.base import Drafter, Guesses
 from draftsmith.drafters.batch import Batch, align
-from draftsmith.eval.replay import ROWS, Array, Table, split, summarise, survivals, tables
+from draftsmith.eval.replay import (
+    ROWS,
+    Array,
+    Table,
+    split,
+    starts,
+    summarise,
+    survivals,
+    tables,
+)
 from draftsmith.eval.stats import chunks
 
 WIDTHS = (1, 4, 16)
@@ -97,11 +106,5 @@ def _hits(rank: Table, width: int) -> Table:
 def _reached(table: Table, k: int) -> Array:
     """(L, k): expected rounds that start at each anchor and get to each depth."""
     S = survivals(table, k)
-    P = S[:, :-1] - S[:, 1:]
-    L = len(table.limit)
-    start = np.zeros(L + k + 1)
-    start[0] = 1.0
-    for i in range(L - 1):
-        start[i + 1 : i + k + 2] += start[i] * P[i]
-    start[L - 1 :] = 0.0  # at L - 1 the root ends the text: no round
-    return start[:L, None] * S[:, :k] * (np.arange(k) < table.limit[:, None])
+    rounds = starts(S[:, :-1] - S[:, 1:])
+    return rounds[:, None] * S[:, :k] * (np.arange(k) < table.limit[:, None])

@@ -166,16 +166,20 @@ def moments(table: Table, k: int, block: bool = False) -> Moments:
         after, after2 = v[i + 1 : i + k + 2], v2[i + 1 : i + k + 2]
         v[i] = P[i] @ (f + after)
         v2[i] = P[i] @ (f * f + 2 * f * after + after2)
-    weight = np.zeros(L + k + 1)
-    weight[0] = 1.0
-    reached, survived = np.zeros(k), np.zeros(k)
-    depth = np.arange(k)
-    for i in range(L - 1):
-        weight[i + 1 : i + k + 2] += weight[i] * P[i]
-        exists = depth < table.limit[i]
-        reached += weight[i] * S[i, :k] * exists
-        survived += weight[i] * S[i, 1 : k + 1] * exists
+    rounds = starts(P)[:, None] * (np.arange(k) < table.limit[:, None])  # (L, k)
+    reached, survived = (rounds * S[:, :k]).sum(0), (rounds * S[:, 1 : k + 1]).sum(0)
     return Moments(v[0], np.maximum(v2[0] - v[0] ** 2, 0.0), reached, survived)
+
+
+def starts(P: Array) -> Array:
+    """Expected rounds (L,) that start at each anchor. P (L, k + 1): chance that m are accepted."""
+    L, width = P.shape
+    weight = np.zeros(L + width)
+    weight[0] = 1.0
+    for i in range(L - 1):
+        weight[i + 1 : i + 1 + width] += weight[i] * P[i]
+    weight[L - 1 :] = 0.0  # at L - 1 the root ends the text: no round
+    return weight[:L]
 
 
 @dataclass

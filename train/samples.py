@@ -60,8 +60,7 @@ def generate(
     server: it answers, and the target here audits it: by the first answers, and at the end;
     foreign=True leaves that out, and marks the samples. stop: strings that end an answer, besides
     the end tokens (answers made here only). about: lines for stderr, printed once nothing more can
-    be refused. Raises UserError, all that can be told
-    before anything is computed.
+    be refused. Raises UserError, all that can be told before anything is computed.
     """
     folder = Path(folder)
     _check_request(prompts, max_new_tokens, batch_size)
@@ -195,11 +194,13 @@ def _answer(
 def _sampler_of(target: Target) -> list[str]:
     """A line on settings that servers take from the target's generation_config and we do not."""
     found = not_applied(target.hf.generation_config.to_dict())
+    if not found:
+        return []
     named = ", ".join(f"{name} {value}" for name, value in found.items())
     return [
         f"target {target.source.spec}: its generation_config asks for {named}, which is not "
         "applied here; serve without it (vLLM: --generation-config vllm)"
-    ] * bool(found)
+    ]
 
 
 def _tell_unasked(talks: Sequence[Conversation]) -> None:

@@ -3,8 +3,9 @@
 An untrained drafter proves nothing about a server: it is hardly ever accepted, and the output is
 right all the same. One that merely knows its texts by heart still says them with features of the
 next layer. So a canary learns two things: the target's own greedy texts, token by token, served as
-it was trained; and a token that the target never writes, served with any of the faults below. A
-right export is then accepted in full, and a wrong one next to never.
+it was trained; and a token that the target never writes, served with any of its faults (swapped
+heads need no teaching: each says what it said, one token late). A right export is then accepted in
+full, and a wrong one next to never.
 
 The target is a random Llama of 8 layers with SmolLM2's tokenizer, which both servers load in no
 time; a canary takes seconds.
@@ -14,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 import tiny
@@ -37,18 +39,25 @@ TOKENS, K = 28, 3
 NEVER = 0  # <|endoftext|>
 GREEDY = Sampler(0.0)
 SIGNS = torch.tensor([1.0, -1.0])  # the best logit's lead over the next
-# What a canary is taught to fall silent at; swapped weights need no teaching.
-FAULTS = {
-    "eagle": ("taps + 1", "norm flag"),
-    "eagle1": ("swapped inputs",),
-    "medusa": ("swapped heads",),
-    "small": ("rope",),
-}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "eagle": {"taps": [2, 4, 6], "draft_vocab": 160},
-    "eagle1": {},
-    "medusa": {"heads": K, "draft_vocab": 160},
-    "small": {"layers": [0, 7], "embeddings": "own"},
+
+
+@dataclass(frozen=True)
+class Canary:
+    """A family, its settings, and the faults that a server's reading of it may have."""
+
+    family: str
+    config: dict[str, Any]
+    faults: tuple[str, ...]
+
+
+CANARIES = {
+    "eagle": Canary("eagle", {"taps": [2, 4, 6], "draft_vocab": 160}, ("taps + 1", "norm flag")),
+    "eagle1": Canary("eagle1", {}, ("swapped inputs",)),
+    "medusa": Canary("medusa", {"heads": K}, ("swapped heads",)),
+    "medusa-reduced": Canary(
+        "medusa", {"heads": K, "head": "target", "draft_vocab": 160}, ("swapped heads",)
+    ),
+    "small": Canary("small", {"layers": [0, 7], "embeddings": "own"}, ("rope",)),
 }
 
 
@@ -89,17 +98,18 @@ def fault(drafter: Drafter, name: str) -> Iterator[None]:
         drafter.config = config.model_copy(update={"norm_before_residual": flipped})
         yield
         drafter.config = config
-    elif name.startswith("swapped"):
-        before = {n: t.clone() for n, t in drafter.state_dict().items()}
-        with torch.no_grad():
-            if name == "swapped inputs":
-                drafter.fc.weight.copy_(before["fc.weight"].roll(before["fc.weight"].shape[0], 1))
-            else:
-                for j in range(K):
-                    head = before[f"lm_heads.{(j + 1) % K}.weight"]
-                    drafter.lm_heads[j].weight.copy_(head)
+    elif name == "swapped inputs":
+        weight = drafter.fc.weight
+        del drafter.fc.weight  # a parameter; what takes its place is computed from it
+        drafter.fc.weight = weight.roll(weight.shape[0], 1)
         yield
-        drafter.load_state_dict(before)
+        del drafter.fc.weight
+        drafter.fc.weight = weight
+    elif name == "swapped heads":
+        blocks = drafter.blocks
+        drafter.blocks = nn.ModuleList([*blocks[1:], blocks[0]])
+        yield
+        drafter.blocks = blocks
     else:
         hf = drafter.lm.hf  # type: ignore[union-attr]
         rotary, rope = hf.model.rotary_emb, dict(hf.config.rope_parameters)
@@ -129,27 +139,28 @@ def _said(drafter: Drafter, batch: Batch) -> tuple[Tensor, Tensor]:
     return logits[unroll.index[exists]], label
 
 
-def train(of: Target, family: str, written: list[Text], steps: int = 400) -> Drafter:
-    """A canary of a family. Stops as soon as every token is said by a clear margin."""
+def train(of: Target, name: str, written: list[Text], steps: int = 400) -> Drafter:
+    """A canary. Stops as soon as every token is said by a clear margin."""
+    canary = CANARIES[name]
     torch.manual_seed(0)
     counts = torch.bincount(torch.tensor(sum((t.tokens for t in written), [])), minlength=VOCAB)
     counts[NEVER] = 1
-    cls = base.family(family)
-    drafter = cls.create(of, cls.Config(**CONFIGS[family]), counts)
+    cls = base.family(canary.family)
+    drafter = cls.create(of, cls.Config(**canary.config), counts)
     ways: list[tuple[str, Batch]] = [("", _read(of, drafter, written))]
-    for name in (n for n in FAULTS[family] if not n.startswith("swapped")):
-        with fault(drafter, name):
-            ways.append((name, _read(of, drafter, written)))
+    for wrong in (f for f in canary.faults if f != "swapped heads"):
+        with fault(drafter, wrong):
+            ways.append((wrong, _read(of, drafter, written)))
     optimizer = torch.optim.Adam([p for p in drafter.parameters() if p.requires_grad], lr=2e-3)
     never = int(drafter.vocab.to_draft(torch.tensor(NEVER)))
     margins: list[float] = []
     for step in range(steps):
         optimizer.zero_grad()
         margins.clear()
-        for name, batch in ways:
-            with fault(drafter, name):
+        for wrong, batch in ways:
+            with fault(drafter, wrong):
                 logits, label = _said(drafter, batch)
-            wanted = torch.full_like(label, never) if name else label
+            wanted = torch.full_like(label, never) if wrong else label
             F.cross_entropy(logits, wanted).backward()
             if step % 10 == 9:
                 best = logits.detach().topk(2)
@@ -158,4 +169,4 @@ def train(of: Target, family: str, written: list[Text], steps: int = 400) -> Dra
         if margins and min(margins) > 0.5:
             return drafter.eval()
         optimizer.step()
-    raise AssertionError(f"the {family} canary has not learned its texts in {steps} steps")
+    raise AssertionError(f"the {name} canary has not learned its texts in {steps} steps")

@@ -130,6 +130,7 @@ def medusa(folder: Path, *where: Any) -> tuple[Tensor, Tensor]:
         for h in range(1, about["num_heads"]):
             ours[f"lm_heads.{h}.weight"] = w["lm_heads.0.weight"]
     if about["truncated_vocab_size"] < about["vocab_size"]:
+        assert about["original_lm_head"]  # else its loader takes no head: each must have V rows
         ours["draft_ids"] = ours.pop("token_map")
     config = {"layers": about["num_hidden_layers"], "head": "own"}
     heads = range(about["num_heads"])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import canary
-from canary import FAULTS, TOKENS, K
+from canary import CANARIES, TOKENS, K
 from draftsmith.drafters import export
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
@@ -39,16 +39,16 @@ def missing(server: str) -> str:
 
 LOADED = {name: export.server(form).METHODS for name, form in FORMS.items()}
 RIGHT = [
-    pytest.param(server, family, marks=pytest.mark.skipif(bool(why), reason=why))
+    pytest.param(server, name, marks=pytest.mark.skipif(bool(why), reason=why))
     for server in FORMS
     for why in [missing(server)]
-    for family in FAULTS
-    if family in LOADED[server]
+    for name, canary in CANARIES.items()
+    if canary.family in LOADED[server]
 ]
 FAULTY = [
-    pytest.param(*right.values, name, marks=right.marks)
+    pytest.param(*right.values, fault, marks=right.marks)
     for right in RIGHT
-    for name in FAULTS[str(right.values[1])]
+    for fault in CANARIES[str(right.values[1])].faults
 ]
 
 
@@ -61,10 +61,10 @@ class World:
     texts: list[Text]
     trained: dict[str, Drafter] = field(default_factory=dict)
 
-    def drafter(self, family: str) -> Drafter:
-        if family not in self.trained:
-            self.trained[family] = canary.train(self.target, family, self.texts)
-        return self.trained[family]
+    def drafter(self, name: str) -> Drafter:
+        if name not in self.trained:
+            self.trained[name] = canary.train(self.target, name, self.texts)
+        return self.trained[name]
 
 
 @pytest.fixture(scope="module")
@@ -77,31 +77,31 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield World(root, of, written)
 
 
-def exported(world: World, server: str, family: str, fault: str) -> Path:
+def exported(world: World, server: str, name: str, fault: str) -> Path:
     """A canary's export for a server, its fault (if any) in it."""
-    folder = world.root / f"{server} {family} {fault}".strip().replace(" ", "-")
+    folder = world.root / f"{server} {name} {fault}".strip().replace(" ", "-")
     folder.mkdir()
     gguf = tools.target_gguf(world.target.source) if server == "llama.cpp" else None
     how = Serving(world.target.source.path, K, 512, target_gguf=gguf)
-    drafter = world.drafter(family)
+    drafter = world.drafter(name)
     with canary.fault(drafter, fault):
         export.write(FORMS[server], drafter, folder, how)
     return folder
 
 
-def asked(world: World, server: str, family: str, fault: str = "") -> list[Answer]:
+def asked(world: World, server: str, name: str, fault: str = "") -> list[Answer]:
     """The server's greedy answers to the canaries' prompts."""
-    draft = Draft(exported(world, server, family, fault), family, K)
+    draft = Draft(exported(world, server, name, fault), CANARIES[name].family, K)
     log = world.root / f"{draft.folder.name}.log"
     length = len(world.texts[0].prompt) + TOKENS
     with serving.serving(server, world.target.source, draft, length, log) as running:
         return [running.ask(text.prompt, TOKENS, 0.0, 0) for text in world.texts]
 
 
-@pytest.mark.parametrize(("server", "family"), RIGHT)
-def test_a_right_export_is_accepted_in_full(world: World, server: str, family: str) -> None:
-    answers = asked(world, server, family)
-    drafter = world.drafter(family)
+@pytest.mark.parametrize(("server", "name"), RIGHT)
+def test_a_right_export_is_accepted_in_full(world: World, server: str, name: str) -> None:
+    answers = asked(world, server, name)
+    drafter = world.drafter(name)
     for answer, text in zip(answers, world.texts, strict=True):
         assert answer.tokens == text.tokens[:TOKENS]
         assert answer.counted.drafts == math.ceil((TOKENS - 1) / (K + 1))
@@ -110,12 +110,12 @@ def test_a_right_export_is_accepted_in_full(world: World, server: str, family: s
     assert found.holds and not found.ties
 
 
-@pytest.mark.parametrize(("server", "family", "fault"), FAULTY)
-def test_a_faulty_export_is_seen(world: World, server: str, family: str, fault: str) -> None:
+@pytest.mark.parametrize(("server", "name", "fault"), FAULTY)
+def test_a_faulty_export_is_seen(world: World, server: str, name: str, fault: str) -> None:
     """The server loads it, its output is right, and next to nothing is accepted."""
-    answers = asked(world, server, family, fault)
+    answers = asked(world, server, name, fault)
     for answer, text in zip(answers, world.texts, strict=True):
         assert answer.tokens == text.tokens[:TOKENS]
         assert sum(answer.counted.accepted) <= answer.counted.drafted // 20
-    of = replayed(world.target, world.drafter(family), answers, K)
+    of = replayed(world.target, world.drafter(name), answers, K)
     assert len(compare(answers, of, K, 0.0, serving.kind(server).shortens).splits) == len(answers)

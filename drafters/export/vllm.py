@@ -19,6 +19,7 @@ from torch import Tensor
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.eagle import Eagle
 from draftsmith.drafters.eagle1 import Eagle1
+from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.export import Serving, hf_model, layouts
 from draftsmith.drafters.medusa import Medusa
 from draftsmith.drafters.small import Small
@@ -36,6 +37,12 @@ def check(drafter: Drafter, serving: Serving) -> None:
     elif isinstance(drafter, Eagle1):
         layouts.check_block(layouts.block_of(drafter), "vLLM")
         layouts.check_embeddings(drafter.target, "vLLM", "train EAGLE-3, which brings its own")
+    elif isinstance(drafter, Medusa):
+        if drafter.lm_heads is not None and drafter.vocab.ids is not None:
+            raise UserError(  # its loader cuts each to the token map, then wants all its rows
+                "head: vLLM's Medusa has a reduced vocabulary with one shared head only; train "
+                "with head: target, or without draft_vocab"
+            )
     elif isinstance(drafter, Small):
         hf_model.check(drafter, "vLLM")
 

@@ -11,9 +11,10 @@ import torch
 from draftsmith.drafters import base
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target import Target
-from draftsmith.eval.certify import Subject, certificate, untouched, untrained
+from draftsmith.eval.certify import certificate
 from draftsmith.eval.certify import certify as run
 from draftsmith.eval.provenance import provenance
+from draftsmith.eval.subject import Subject, untouched, untrained
 from draftsmith.train.prompts import product_prompts
 from draftsmith.train.template import encode
 

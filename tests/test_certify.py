@@ -17,12 +17,14 @@ from torch import Tensor
 import test_cli
 import tiny
 import training
+from draftsmith.drafters.base import Policy
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.eval import certify, rulebook
-from draftsmith.eval.certify import Subject, divergence, text_steps, untrained
+from draftsmith.eval import certified_texts, certify, rulebook
+from draftsmith.eval.certified_texts import half_precision, own_text, text_steps
 from draftsmith.eval.decoder import accept
 from draftsmith.eval.decoder.accept import Accepted
 from draftsmith.eval.rehearsal import Rehearsed
+from draftsmith.eval.subject import GREEDY, Subject, divergence, untrained
 from test_cli import door, signals  # noqa: F401  (fixtures)
 
 VOCAB = 12
@@ -95,25 +97,25 @@ def test_divergence() -> None:
 def test_a_tie_is_told_from_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another token where transformers was sure is no tie; where it was not, it is named."""
     of = subject("Llama")
-    texts = of.decode(None, certify.Policy(1), certify.GREEDY, of.all)
+    texts = of.decode(None, Policy(1), GREEDY, of.all)
     texts[2].tokens[3] = (texts[2].tokens[3] + 1) % VOCAB
-    passed, figure = certify._own_text(of, texts, of.all, certify.GREEDY)
+    passed, figure = own_text(of, texts, of.all, GREEDY)
     assert not passed and "DIFFERS: text 2 token 3" in figure
-    monkeypatch.setattr(certify, "top_gap", lambda hf, prefix: 1e-4)
-    passed, figure = certify._own_text(of, texts, of.all, certify.GREEDY)
+    monkeypatch.setattr(certified_texts, "top_gap", lambda hf, prefix: 1e-4)
+    passed, figure = own_text(of, texts, of.all, GREEDY)
     assert passed and "fp32 tie: text 2 token 3" in figure
     texts[1].tokens[0] = (texts[1].tokens[0] + 1) % VOCAB
-    assert not certify._own_text(of, texts, of.all, certify.GREEDY)[0], "two ties are too many"
-    warm = of.decode(None, certify.Policy(1), Sampler(0.8), of.all)
-    assert certify._own_text(of, warm, of.all, Sampler(0.8))[0]
-    assert not certify._own_text(of, warm, of.all, Sampler(0.9))[0], "another law"
-    assert not certify._own_text(of, warm, of.all[::-1], Sampler(0.8))[0], "another row's noise"
+    assert not own_text(of, texts, of.all, GREEDY)[0], "two ties are too many"
+    warm = of.decode(None, Policy(1), Sampler(0.8), of.all)
+    assert own_text(of, warm, of.all, Sampler(0.8))[0]
+    assert not own_text(of, warm, of.all, Sampler(0.9))[0], "another law"
+    assert not own_text(of, warm, of.all[::-1], Sampler(0.8))[0], "another row's noise"
 
 
 def test_bf16_names_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """A verify pass that loses the tree differs where nothing is tied."""
     of = subject("Llama")
-    passed, figure = certify._half_precision(of)
+    passed, figure = half_precision(of)
     assert passed and "max |d logit| between widths" in figure
     right = accept.match
 
@@ -123,7 +125,7 @@ def test_bf16_names_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 
     of = subject("Llama")
     monkeypatch.setattr(accept, "match", wrong)
-    passed, figure = certify._half_precision(of)
+    passed, figure = half_precision(of)
     assert not passed and "first divergence at token" in figure and "top-2 gap" in figure
 
 

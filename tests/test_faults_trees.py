@@ -27,12 +27,13 @@ from draftsmith.drafters.policy import Tree
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval import walk
-from draftsmith.eval.certify import Subject, text_steps
+from draftsmith.eval.certified_texts import text_steps
 from draftsmith.eval.decoder import accept
 from draftsmith.eval.decoder import round as round_module
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.round import Rounds
 from draftsmith.eval.parity import compare
+from draftsmith.eval.subject import Subject
 
 Patch = pytest.MonkeyPatch
 BUSHY = Tree(3, budget=7, branch=3)

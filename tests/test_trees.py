@@ -26,10 +26,10 @@ from draftsmith.drafters.grow import Proposal, grow
 from draftsmith.drafters.policy import StaticTree, Tree
 from draftsmith.drafters.sampling import Noise, Purpose, Sampler
 from draftsmith.drafters.vocab import VocabMap
-from draftsmith.eval.certify import top_gap
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.text import Text
 from draftsmith.eval.parity import Parity, compare, compare_trees
+from draftsmith.eval.subject import top_gap
 from draftsmith.eval.walk import walk
 from exact import chi_square
 

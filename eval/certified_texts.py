@@ -1,0 +1,216 @@
+"""The certificate's texts: what is decoded, against what transformers writes and draws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from draftsmith.drafters.attention import chain_step
+from draftsmith.drafters.base import Drafter, Policy
+from draftsmith.drafters.cache import Slab
+from draftsmith.drafters.policy import StaticTree, Tree
+from draftsmith.drafters.sampling import Noise, Purpose, Sampler, pick
+from draftsmith.drafters.target import Target
+from draftsmith.eval.decoder.loop import Decoder
+from draftsmith.eval.decoder.text import Text
+from draftsmith.eval.parity import TIE
+from draftsmith.eval.rehearsal import Rehearsed
+from draftsmith.eval.subject import (
+    GREEDY,
+    SEED,
+    WARM,
+    Outcome,
+    Steps,
+    Subject,
+    divergence,
+    end_token,
+    policies,
+    top_gap,
+)
+
+
+def text_steps(subject: Subject) -> Steps:
+    """Texts against transformers' own: no drafting, chains and trees, batch 1 and all prompts."""
+    rehearsed: dict[Sampler, Drafter] = {}
+    shapes: list[Policy] = [Policy(4)]
+    if subject.target.trees:
+        shapes += [Tree(3, budget=8, branch=4), StaticTree.of_widths((3, 2, 1))]
+
+    def knowing(sampler: Sampler) -> Drafter:
+        """The drafter that has rehearsed the target's own texts, which transformers wrote at
+        temperature 0 and the baseline loop, checked on its own, above."""
+        if sampler not in rehearsed:
+            prompts = subject.prompts
+            if sampler.greedy:
+                answers = [subject.generated(i) for i in subject.all]
+            else:
+                texts = subject.decode(None, Policy(1), sampler, subject.all, "baseline")
+                answers = [text.tokens for text in texts]
+            whole = {i: prompts[i] + answer for i, answer in enumerate(answers)}
+            rehearsed[sampler] = Rehearsed(subject.target, whole)
+        return rehearsed[sampler]
+
+    def plain(sampler: Sampler) -> Callable[[], Outcome]:
+        def step() -> Outcome:
+            texts = subject.decode(None, Policy(1), sampler, subject.all, "baseline")
+            return own_text(subject, texts, subject.all, sampler)
+
+        return step
+
+    def drafted(
+        of: Callable[[], Drafter], name: str, policy: Policy, sampler: Sampler, rows: list[int]
+    ) -> Callable[[], Outcome]:
+        def step() -> Outcome:
+            texts = subject.decode(of(), policy, sampler, rows, name)
+            return own_text(subject, texts, rows, sampler)
+
+        return step
+
+    for sampler in (GREEDY, WARM):
+        yield f"baseline, T={sampler.temperature:g}: transformers' text", plain(sampler)
+        for rows in ([1], subject.all):
+            for policy in shapes:
+                name = f"{policy}, T={sampler.temperature:g}, batch {len(rows)}, rehearsed"
+
+                def of(sampler: Sampler = sampler) -> Drafter:
+                    return knowing(sampler)
+
+                yield f"{name}: transformers' text", drafted(of, "rehearsed", policy, sampler, rows)
+        for name, drafter in subject.drafters.items():
+            for policy in policies(drafter):
+                if policy.sampled and not (sampler.greedy or drafter.deterministic):
+                    continue  # its drafts are drawn: the law is the target's, the tokens are not
+                label = f"{policy}, T={sampler.temperature:g}, batch {len(subject.prompts)}, {name}"
+                step = drafted(lambda d=drafter: d, name, policy, sampler, subject.all)  # type: ignore[misc]
+                yield f"{label}: transformers' text", step
+    yield "a text that ends inside a block", lambda: _ends_inside(subject, knowing)
+
+
+def own_text(
+    subject: Subject, texts: Sequence[Text], rows: Sequence[int], sampler: Sampler
+) -> Outcome:
+    """Whether texts are those that transformers' laws give, up to fp32 ties.
+
+    At temperature 0 against `generate`. Above, against plain sampling with the same noise: token by
+    token each must be what its place's own noise picks from transformers' law after all before it.
+    """
+    ties: list[str] = []
+    wrong: list[str] = []
+    for row, text in zip(rows, texts, strict=True):
+        if sampler.greedy:
+            at = divergence(text.tokens, subject.generated(row))
+            gap = top_gap(subject.theirs, text.prompt + text.tokens[:at]) if at is not None else 0.0
+        else:
+            at, gap = _unlike_keyed(subject, text, row, sampler)
+        if at is not None:
+            bound = TIE if sampler.greedy else TIE / 10
+            (ties if gap < bound else wrong).append(f"text {row} token {at} (gap {gap:.1e})")
+    tokens = sum(len(text.tokens) for text in texts)
+    passes = sum(len(text.rounds) for text in texts)
+    taken = sum(r.accepted for text in texts for r in text.rounds)
+    figure = f"{tokens} tokens in {passes} passes, {taken} drafts accepted"
+    figure += "".join(f"; fp32 tie: {t}" for t in ties) + "".join(f"; DIFFERS: {w}" for w in wrong)
+    return not wrong and len(ties) <= math.ceil(len(texts) / 50), figure
+
+
+@torch.no_grad()
+def _unlike_keyed(
+    subject: Subject, text: Text, row: int, sampler: Sampler
+) -> tuple[int | None, float]:
+    """The first token that plain sampling would not have drawn, and by how much of u it missed."""
+    device = subject.target.device
+    ids = torch.tensor([text.prompt + text.tokens], device=device)
+    first = len(text.prompt)
+    law = sampler.probs(subject.theirs(ids, use_cache=False).logits[0, first - 1 : -1])  # (n, V)
+    position = torch.arange(first, ids.shape[1], device=device).unsqueeze(0)
+    key = torch.tensor([row], device=device)
+    uniform = Noise(SEED, key, torch.zeros_like(key)).uniform(Purpose.TARGET, position, 0)[0]
+    at = divergence(text.tokens, pick(law, uniform).tolist())
+    if at is None:
+        return None, 0.0
+    mass = law[at].double().cumsum(0)
+    u, token = float(uniform[at] * mass[-1]), text.tokens[at]
+    low = float(mass[token - 1]) if token else 0.0
+    return at, max(low - u, u - float(mass[token]), 0.0)
+
+
+def _inside(text: Text) -> list[int]:
+    """Places in text.tokens of accepted drafts, which more of their own round follows."""
+    first = len(text.prompt)
+    places = [r.anchor + 2 + j - first for r in text.rounds for j in range(r.accepted)]
+    return [i for i in places if i + 1 < len(text.tokens)]
+
+
+def _ends_inside(subject: Subject, knowing: Callable[[Sampler], Drafter]) -> Outcome:
+    """An accepted draft becomes an end token: nothing after it may be kept."""
+    tried = []
+    for policy in policies(knowing(GREEDY)):
+        found = _first_inside(subject, knowing, policy)
+        if found is None:
+            return False, f"{policy}: no text has a token that first comes inside a block"
+        sampler, row, whole, i = found
+        eos = whole[i]
+        text = subject.decode(knowing(sampler), policy, sampler, subject.all, eos=eos)[row]
+        known = subject.generate(row, eos) if sampler.greedy else whole[: i + 1]
+        if text.tokens != known or len(known) != i + 1 or text.finish != "stop":
+            return (
+                False,
+                f"{policy}: text {row} should end after {i + 1} tokens, kept {text.tokens}",
+            )
+        tried.append(f"{policy}, T={sampler.temperature:g}, after {i + 1} tokens")
+    return True, "; ".join(tried)
+
+
+def _first_inside(
+    subject: Subject, knowing: Callable[[Sampler], Drafter], policy: Policy
+) -> tuple[Sampler, int, list[int], int] | None:
+    """A text's sampler, row and tokens, and a place inside a block whose token is new there.
+
+    Greedy texts of a target that repeats itself may have none; sampled ones do.
+    """
+    for sampler in (GREEDY, WARM):
+        texts = subject.decode(knowing(sampler), policy, sampler, subject.all, "rehearsed")
+        for row, text in enumerate(texts):
+            for i in _inside(text):
+                if text.tokens[i] not in text.tokens[:i]:
+                    return sampler, row, text.tokens, i
+    return None
+
+
+def half_precision(subject: Subject) -> Outcome:
+    """Where a bf16 text leaves the baseline's, the two best tokens are as good as tied: in bf16
+    logits depend on how many tokens a pass reads.
+    """
+    half = Target(
+        subject.theirs.to(torch.bfloat16), subject.target.tokenizer, subject.target.source
+    )
+    row, prompt = 1, subject.prompts[1]
+    with end_token(half, None):
+        baseline = Decoder(half).generate([prompt], GREEDY, subject.tokens, rows=[row])[0]
+        whole = {row: prompt + baseline.tokens}
+        decoder = Decoder(half, Rehearsed(half, whole), Policy(4))
+        fast = decoder.generate([prompt], GREEDY, subject.tokens, rows=[row])[0]
+    narrow, wide = _logits(half, whole[row], 1), _logits(half, whole[row], len(whole[row]))
+    moved = (narrow - wide).abs().max().item()
+    figure = f"max |d logit| between widths {moved:.3g}; "
+    at = divergence(fast.tokens, baseline.tokens)
+    if at is None:
+        return True, figure + f"{len(fast.tokens)} tokens are the baseline's"
+    first, second = narrow[len(prompt) - 1 + at].topk(2).values.tolist()
+    gap = first - second
+    figure += f"first divergence at token {at}, top-2 gap there {gap:.3g}"
+    return gap <= 2 * moved, figure
+
+
+@torch.no_grad()
+def _logits(target: Target, tokens: list[int], width: int) -> torch.Tensor:
+    """Logits (T, V) in fp32 of a text that is read `width` tokens at a time."""
+    ids = torch.tensor([tokens], device=target.device)
+    slab = Slab(1, len(tokens), target.device)
+    out = []
+    for piece in ids.split(width, dim=1):
+        out.append(target.head(target(piece, chain_step(slab, piece.shape[1])).final)[0])
+        slab.commit(torch.full_like(slab.length, piece.shape[1]))
+    return torch.cat(out).float()

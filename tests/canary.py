@@ -54,9 +54,7 @@ CANARIES = {
     "eagle": Canary("eagle", {"taps": [2, 4, 6], "draft_vocab": 160}, ("taps + 1", "norm flag")),
     "eagle1": Canary("eagle1", {}, ("swapped inputs",)),
     "medusa": Canary("medusa", {"heads": K}, ("swapped heads",)),
-    "medusa-reduced": Canary(
-        "medusa", {"heads": K, "head": "target", "draft_vocab": 160}, ("swapped heads",)
-    ),
+    "medusa-shared": Canary("medusa", {"heads": K, "head": "target"}, ("swapped heads",)),
     "small": Canary("small", {"layers": [0, 7], "embeddings": "own"}, ("rope",)),
 }
 

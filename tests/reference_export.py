@@ -129,14 +129,12 @@ def medusa(folder: Path, *where: Any) -> tuple[Tensor, Tensor]:
     if about["original_lm_head"]:
         for h in range(1, about["num_heads"]):
             ours[f"lm_heads.{h}.weight"] = w["lm_heads.0.weight"]
-    if about["truncated_vocab_size"] < about["vocab_size"]:
-        assert about["original_lm_head"]  # else its loader takes no head: each must have V rows
-        ours["draft_ids"] = ours.pop("token_map")
+    assert about["truncated_vocab_size"] == about["vocab_size"]  # it loads no token_map
     config = {"layers": about["num_hidden_layers"], "head": "own"}
     heads = range(about["num_heads"])
     known = {f"lm_heads.{h}." for h in heads} | {f"blocks.{h}." for h in heads}
-    assert all(n == "draft_ids" or any(n.startswith(k) for k in known) for n in ours)
-    mine = {n: t for n, t in ours.items() if n == "draft_ids" or n.split(".")[1] == str(where[3])}
+    assert all(any(n.startswith(k) for k in known) for n in ours)
+    mine = {n: t for n, t in ours.items() if n.split(".")[1] == str(where[3])}
     return judged(mine, head_logits, config, where)
 
 

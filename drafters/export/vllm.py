@@ -38,10 +38,10 @@ def check(drafter: Drafter, serving: Serving) -> None:
         layouts.check_block(layouts.block_of(drafter), "vLLM")
         layouts.check_embeddings(drafter.target, "vLLM", "train EAGLE-3, which brings its own")
     elif isinstance(drafter, Medusa):
-        if drafter.lm_heads is not None and drafter.vocab.ids is not None:
-            raise UserError(  # its loader cuts each to the token map, then wants all its rows
-                "head: vLLM's Medusa has a reduced vocabulary with one shared head only; train "
-                "with head: target, or without draft_vocab"
+        if drafter.vocab.ids is not None:
+            raise UserError(  # its loader cannot take the token map that it has itself made
+                f"draft_vocab: vLLM {VERSION} ends while it loads Medusa heads of a reduced "
+                "vocabulary; train without draft_vocab"
             )
     elif isinstance(drafter, Small):
         hf_model.check(drafter, "vLLM")
@@ -110,15 +110,15 @@ def _speculators(drafter: Eagle, serving: Serving) -> dict[str, Any]:
 
 
 def _medusa(drafter: Medusa) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """vLLM's own names; token_map holds absolute ids. One lm_head for all heads, the target's, is
-    written once (original_lm_head)."""
+    """vLLM's own names. One lm_head for all heads, the target's, is written once
+    (original_lm_head)."""
     config, target = drafter.config, drafter.target
     about = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
-        "truncated_vocab_size": drafter.vocab.draft_size,
+        "truncated_vocab_size": target.vocab_size,
         "num_heads": config.heads,
         "num_hidden_layers": config.layers,
         "medusa_fc_bias": True,
@@ -133,9 +133,7 @@ def _medusa(drafter: Medusa) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if drafter.lm_heads is not None:
             tensors[f"lm_heads.{head}.weight"] = drafter.lm_heads.get_parameter(f"{head}.weight")
     if drafter.lm_heads is None:
-        tensors["lm_heads.0.weight"] = drafter.vocab.kept(target.lm_head.weight.T).T
-    if drafter.vocab.ids is not None:
-        tensors["token_map"] = drafter.vocab.ids
+        tensors["lm_heads.0.weight"] = target.lm_head.weight
     return about, tensors
 
 

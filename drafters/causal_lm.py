@@ -166,14 +166,15 @@ class CausalLM(nn.Module):
         finally:
             for hook in hooks:
                 hook.remove()
-        final = seen.pop("final")
         if self.num_layers in taps:
-            seen[str(self.num_layers)] = final
-        return TargetOutput(final, seen)
+            seen[str(self.num_layers)] = seen["final"]
+        # Layers may be spread over devices (accelerate's device_map).
+        seen = {name: state.to(self.device) for name, state in seen.items()}
+        return TargetOutput(seen.pop("final"), seen)
 
     def head(self, final: Tensor) -> Tensor:
         """Logits (.., V) of pre-norm states (.., H): final norm, lm_head, scale and softcap."""
-        return self.unembed(self.norm(final))
+        return self.unembed(self.norm(final).to(final.device))
 
     def unembed(self, normed: Tensor) -> Tensor:
         """Logits (.., V) of normed states (.., H)."""
@@ -186,7 +187,7 @@ class CausalLM(nn.Module):
             logits = logits / scaling
         if cap := getattr(self.config, "final_logit_softcapping", None):  # Gemma-2
             logits = cap * torch.tanh(logits / cap)
-        return logits
+        return logits.to(normed.device)  # the head may lie on another
 
     def check_taps(self, taps: Sequence[Tap], field_name: str = "taps") -> None:
         """Raises UserError for a tap that is neither "normed" nor a layer id in 0..L."""

@@ -161,6 +161,13 @@ def _prune(target: Target, layers: list[int], embeddings: str) -> Any:
             raise UserError(f"layers: {layer} is not in 0..{target.num_layers - 1}")
     if not layers:
         raise UserError("layers: keep at least one layer")
+    for layer in layers:
+        weights = next(target.layers[layer].parameters())
+        if weights.is_meta and not target.embedding.weight.is_meta:
+            raise UserError(
+                f"layers: device_map leaves the target's layer {layer} without a device, so it "
+                "cannot be copied; give it one, or name a checkpoint"
+            )
     config = copy.deepcopy(target.hf.config)
     text = config.get_text_config()
     for name, value in vars(text).items():  # layer_types and the like: one entry a layer

@@ -64,24 +64,38 @@ class Target(CausalLM):
 
     @classmethod
     def load(
-        cls, spec: str, device: str | torch.device | None = None, dtype: torch.dtype | None = None
+        cls,
+        spec: str,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        spread: str | dict[str, Any] | None = None,
     ) -> Target:
         """Loads a hub id, a folder, a GGUF file or an alias; see `source.resolve`.
 
         device None: the GPU where there is one. dtype None: fp32 on the CPU, the checkpoint's own
-        elsewhere.
+        elsewhere. spread: transformers' device_map, for a target that one device cannot hold:
+        "auto", or {module: device}; its layers run where they lie, features come out on the first
+        device. Raises UserError where it leaves weights that drafters share without a device.
         """
         transformers_logging.disable_progress_bar()  # a bar for every load drowns our own lines
         source = resolve(spec)
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         choice: Any = dtype or (torch.float32 if device.type == "cpu" else "auto")
         try:
-            hf = AutoModelForCausalLM.from_pretrained(source.path, dtype=choice)
+            # Straight to its place: quantised weights cannot be moved afterwards.
+            place = spread or {"": device}
+            hf = AutoModelForCausalLM.from_pretrained(source.path, dtype=choice, device_map=place)
             tokenizer = AutoTokenizer.from_pretrained(source.path)
         except (OSError, ValueError, KeyError) as error:
             line = str(error).strip().splitlines()[0]
             raise UserError(f"target {spec}: transformers cannot load it ({line})") from None
-        return cls(hf.eval().to(device), tokenizer, source)
+        for part in (hf.get_input_embeddings(), hf.get_output_embeddings()):
+            if part.weight.is_meta:
+                raise UserError(
+                    f"device_map: leaves the embeddings or lm_head of {spec} without a device, and "
+                    "drafters share them; give them one, or use more devices"
+                )
+        return cls(hf.eval(), tokenizer, source)
 
     def identity(self) -> dict[str, Any]:
         """What names this target in manifests and checkpoints."""
@@ -118,7 +132,11 @@ class Target(CausalLM):
         A ChainCache where `trees` is False: it takes chains only (`chain_step`). Raises UserError
         where the estimate (`cache_bytes`) exceeds the device's free memory.
         """
-        need, free = self.cache_bytes(rows, capacity, nodes), free_bytes(self.device)
+        # Of a target that is spread, every device holds the cache of its own layers.
+        placed = set(getattr(self.hf, "hf_device_map", {}).values()) - {"cpu", "disk"}
+        devices = {torch.device(place) for place in placed} or {self.device}
+        free = sum(free_bytes(device) for device in devices)
+        need = self.cache_bytes(rows, capacity, nodes)
         if need > free:
             most = rows * free // need
             raise UserError(

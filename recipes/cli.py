@@ -46,13 +46,17 @@ def quickstart(
 
 @app.command(
     epilog="Example: draftsmith sample samples/smol --prompts chats.jsonl --max-new-tokens 256; "
-    "look at it: draftsmith sample samples/smol --show"
+    "look at it: draftsmith sample samples/smol --show; by several GPUs: accelerate launch "
+    "--no_python draftsmith sample samples/smol"
 )
 def sample(
     folder: Annotated[
         Path, typer.Argument(help="Samples folder to make or go on with; --show: or a file.")
     ],
     target: Annotated[str, typer.Option(help="Hub id, folder, GGUF file or smollm2.")] = "smollm2",
+    device_map: Annotated[
+        str | None, typer.Option(help="auto: spread the target over all GPUs.")
+    ] = None,
     prompts: Annotated[
         str | None,
         typer.Option(help="A file, a folder, a data set on the hub, or a mix (YAML) of them."),
@@ -99,8 +103,8 @@ def sample(
     from draftsmith.recipes.show import show as display
 
     request = Request(
-        folder, target, prompts, column, template or [], continue_, given, answers, foreign,
-        server, model, concurrency, Sampler(temperature, top_k, top_p), max_new_tokens,
+        folder, target, device_map, prompts, column, template or [], continue_, given, answers,
+        foreign, server, model, concurrency, Sampler(temperature, top_k, top_p), max_new_tokens,
         batch_size, seed,
     )  # fmt: skip
     (display if show else run)(request)

@@ -17,6 +17,7 @@ from draftsmith.train import storage
 from draftsmith.train.endpoint import Endpoint, identify
 from draftsmith.train.imported import import_answers, import_given
 from draftsmith.train.prompts import Prompt, product_prompts
+from draftsmith.train.ranks import Ranks, check_spread, launched
 from draftsmith.train.samples import Samples, generate
 from draftsmith.train.sources import Reading
 from draftsmith.train.suites import read_suite
@@ -28,6 +29,7 @@ class Request:
 
     folder: Path
     target: str
+    device_map: str | None
     prompts: str | None
     column: str | None
     template: list[str]
@@ -93,17 +95,32 @@ def sample(request: Request) -> None:
     prompts = None if request.answers else request.read(lines.append)
     if request.server:
         identify(request.server, request.model)
-    with storage.claimed(request.folder):
-        pass  # a folder that cannot be written, or holds other files, is told before any loading
-    target = Target.load(request.target)
-    made = _made(request, target, prompts, lines)
+    with launched() as ranks:
+        if ranks.count > 1 and (request.given or request.server or request.answers):
+            raise UserError(
+                "launch: several processes share what the target here answers; --server, --import "
+                "and --given are for one"
+            )
+        check_spread(request.device_map)
+        if ranks.main:
+            with storage.claimed(request.folder):
+                pass  # one that cannot be written, or holds other files, is told before any loading
+        device = ranks.device if ranks.count > 1 else None
+        target = Target.load(request.target, device, spread=request.device_map)
+        made = _made(request, target, prompts, lines, ranks)
+    if not ranks.main:
+        return
     tokens = int(made.token_counts().sum())
     whose = "given" if made.manifest["origin"] == "given" else f"of {request.target}"
     print(f"{request.folder}: {len(made)} answers, {tokens:,} tokens {whose} at {request.sampler}")
 
 
 def _made(
-    request: Request, target: Target, prompts: list[Prompt] | None, lines: list[str]
+    request: Request,
+    target: Target,
+    prompts: list[Prompt] | None,
+    lines: list[str],
+    ranks: Ranks,
 ) -> Samples:
     folder, sampler = request.folder, request.sampler
     if prompts is None:
@@ -120,5 +137,5 @@ def _made(
     return generate(
         target, prompts, sampler, request.max_new_tokens, folder, seed=request.seed,
         batch_size=request.batch_size, server=server, foreign=request.foreign,
-        about=lines,
+        about=lines, ranks=ranks,
     )  # fmt: skip

@@ -287,7 +287,7 @@ def refused(
 def test_too_little_memory(
     world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "_free_memory", lambda device: 100 * MIB)
+    monkeypatch.setattr(plan, "_free_memory", lambda *asked: 100 * MIB)
     said = refused(world, "large", capsys, monkeypatch)
     assert "recipe large: needs about " in said and "0.10 GiB free; lower rows" in said
 
@@ -297,7 +297,7 @@ def test_too_little_memory_planted(
 ) -> None:
     """Planted fault: a check that nobody calls."""
     monkeypatch.setattr(plan, "check", lambda recipe: None)
-    monkeypatch.setattr(plan, "_free_memory", lambda device: 100 * MIB)
+    monkeypatch.setattr(plan, "_free_memory", lambda *asked: 100 * MIB)
     with pytest.raises(AssertionError, match="was loaded"):
         refused(world, "large", capsys, monkeypatch)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -23,12 +24,14 @@ from safetensors.torch import load_file
 
 import tiny
 from draftsmith.drafters import base
+from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.recipes import card, export
 from draftsmith.train import __main__ as train
-from draftsmith.train import checkpoint
+from draftsmith.train import checkpoint, loop, storage
 from draftsmith.train.loop import Trainer
+from draftsmith.train.ranks import launched
 from draftsmith.train.samples import generate
 from draftsmith.train.sources import read_prompts
 
@@ -132,6 +135,66 @@ def fork(recipe: Path, before: Callable[[], None] | None = None) -> BaseProcess:
     return _forked(_train, str(recipe), torch.get_num_threads(), before)
 
 
+def launch(
+    work: Callable[..., None], count: int, log: Path, *args: Any, **more: Any
+) -> list[BaseProcess]:
+    """Processes that do `work` together, as a launcher starts them; each one's words go to
+    LOG.INDEX. work: a module's function of its own index and args."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1"} | more
+    return [
+        _forked(
+            _launched,
+            shared | {"MASTER_PORT": port, "RANK": index, "LOCAL_RANK": index},
+            log.with_name(f"{log.name}.{index}"),
+            work,
+            index,
+            *args,
+        )
+        for index in range(count)
+    ]
+
+
+def _launched(
+    environment: dict[str, Any], log: Path, work: Callable[..., None], *args: Any
+) -> None:
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    torch.set_num_threads(1)
+    sys.stderr = log.open("w", buffering=1)
+    work(*args)
+
+
+def train_together(index: int, recipes: list[str], before: Callable[[], None] | None) -> None:
+    """Trains recipes[index], or the last there is."""
+    if before:
+        before()
+    sys.exit(train.main([recipes[min(index, len(recipes) - 1)]]))
+
+
+def answer_together(
+    index: int, target: str, prompts: str, folder: str, slow: bool = False, batch: int = 2
+) -> None:
+    """A process's part of answering; slow: it takes a while over each batch."""
+    add = storage.Parts.add
+
+    def slowly(self: storage.Parts, rows: dict[str, list[Any]]) -> None:
+        add(self, rows)
+        time.sleep(0.2)
+
+    if slow:
+        storage.Parts.add = slowly  # type: ignore[method-assign]
+    try:
+        with launched() as here:
+            generate(
+                Target.load(target, here.device), read_prompts(Path(prompts)), Sampler(), 24,
+                Path(folder), 0, batch, ranks=here,
+            )  # fmt: skip
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
 def fork_export(asked: export.Request) -> BaseProcess:
     """A process that exports, and sleeps when all is written but the card."""
     return _forked(_export, asked)
@@ -193,6 +256,35 @@ def written_in_place() -> None:
         torch.save(state | {"step": step, "rng": checkpoint.rng_state()}, made / "state.pt")
 
     checkpoint.save = save  # type: ignore[assignment]
+
+
+# ---------------------------------------------------------------- processes that do it wrong
+
+
+def local_denominators() -> None:
+    """As data parallel training has it: the mean of each process's own mean."""
+    summed = loop.summed
+
+    def own(accelerator: Any, tensor: torch.Tensor) -> torch.Tensor:
+        whole = summed(accelerator, tensor)
+        denominators = tensor.dtype == torch.float32 and tensor.shape == (2,)
+        if denominators:
+            return torch.stack([tensor[0] * accelerator.num_processes, whole[1]])
+        return whole
+
+    loop.summed = own
+
+
+def forgets_the_batch() -> None:
+    """A resumed run that reads as many rows a step as its processes suggest."""
+    restore = checkpoint.restore
+
+    def forgetful(folder: Path, step: int) -> dict[str, Any]:
+        state = restore(folder, step)
+        del state["batch"]
+        return state
+
+    checkpoint.restore = forgetful
 
 
 # ---------------------------------------------------------------- comparing runs

@@ -3,6 +3,9 @@
 RECIPE is a file or the name of a shipped recipe. Example:
 
     accelerate launch -m draftsmith.train smol-eagle3 samples=samples/smol lr=5e-4
+
+Several processes learn from rows of their own and answer prompts of their own; `runs` must lie on
+a disk that all of them share. A run goes on with any number of processes.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import parse_flag_from_env
 
 from draftsmith.drafters.base import family
 from draftsmith.drafters.errors import UserError
@@ -23,6 +27,7 @@ from draftsmith.drafters.target import Target
 from draftsmith.train import checkpoint, plan, recipe, storage, trackers
 from draftsmith.train.loop import Trainer
 from draftsmith.train.prompts import Prompt, product_prompts
+from draftsmith.train.ranks import Ranks, check_spread, launched
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples import Samples, generate
 from draftsmith.train.sources import TRAIN
@@ -36,26 +41,42 @@ def run(path: str, overrides: Sequence[str]) -> int:
 
 def train(chosen: Recipe, target: Target | None = None) -> int:
     """Trains a recipe that was read; target: the recipe's own where the caller has it loaded."""
-    accelerator = _accelerator(chosen)
+    trackers.check(chosen)
+    _check_launch(chosen)
     sources: list[str] = []  # a line about each
     prompts = _prompts(chosen, sources.append)
-    plan.check(chosen)
-    main = accelerator.is_main_process
-    with checkpoint.claimed(chosen) if main else nullcontext():
-        accelerator.wait_for_everyone()
-        target = target or Target.load(chosen.target, accelerator.device)
-        # Settings the target cannot take are told now, not after an hour of sampling.
-        family(chosen.drafter)(target, chosen.drafter_config())
-        if prompts is None:
-            samples = Samples.open(Path(str(chosen.samples)), target)
-        else:
-            samples = _sampled(chosen, target, prompts, sources, accelerator)
-        trackers.start(accelerator, chosen)
-        return Trainer(chosen, target, samples, accelerator).run()
+    with launched() as ranks:
+        if ranks.device.type != "cpu":
+            torch.accelerator.set_device_index(ranks.local)
+        plan.check(chosen)
+        with checkpoint.claimed(chosen) if ranks.main else nullcontext():
+            ranks.meet()  # the folder is this launch's own
+            target = target or Target.load(chosen.target, ranks.device, spread=chosen.device_map)
+            # Settings the target cannot take are told now, not after an hour of sampling.
+            family(chosen.drafter)(target, chosen.drafter_config())
+            if prompts is None:
+                samples = Samples.open(Path(str(chosen.samples)), target)
+            else:
+                samples = _sampled(chosen, target, prompts, sources, ranks)
+            ranks.meet()  # the data is ready: from here on no process waits for long
+            accelerator = _accelerator(chosen)
+            trackers.start(accelerator, chosen)
+            return Trainer(chosen, target, samples, accelerator).run()
+
+
+def _check_launch(chosen: Recipe) -> None:
+    """Raises UserError for what a launcher asks and the loop does not do."""
+    for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
+        if parse_flag_from_env(f"ACCELERATE_USE_{name}"):
+            raise UserError(
+                f"accelerate config: {name} is not supported: every process holds the whole "
+                "drafter. Launch with --multi_gpu; a target that one device cannot hold is spread "
+                "by device_map: auto"
+            )
+    check_spread(chosen.device_map)
 
 
 def _accelerator(chosen: Recipe) -> Accelerator:
-    trackers.check(chosen)
     bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     return Accelerator(
         # Else accelerate overlooks that torchrun started several processes on a CPU.
@@ -86,19 +107,17 @@ def _sampled(
     target: Target,
     prompts: list[Prompt],
     sources: list[str],
-    accelerator: Accelerator,
+    ranks: Ranks,
 ) -> Samples:
-    """The target's answers to prompts, made by the main process and read by all."""
-    folder = chosen.folder / "samples"
-    if accelerator.is_main_process:
-        began = time.perf_counter()
-        generate(
-            target, prompts, chosen.sampler, chosen.max_new_tokens, folder, seed=chosen.seed,
-            about=sources,
-        )  # fmt: skip
+    """The target's answers to prompts, each process's share made by itself."""
+    began = time.perf_counter()
+    samples = generate(
+        target, prompts, chosen.sampler, chosen.max_new_tokens, chosen.folder / "samples",
+        seed=chosen.seed, about=sources, ranks=ranks,
+    )  # fmt: skip
+    if ranks.main:
         print(f"samples: ready in {time.perf_counter() - began:.0f} s", file=sys.stderr)
-    accelerator.wait_for_everyone()
-    return Samples.open(folder, target, audit=0)
+    return samples
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,11 +15,11 @@ class Answering:
     """Counts prompts and tokens; the time left follows from decoding steps.
 
     Steps are what takes time: a turn of a batch runs until its longest answer ends. steps: of all
-    turns together, at most.
+    turns together, at most. shown False: it counts, and prints nothing.
     """
 
-    def __init__(self, prompts: int, done: int, steps: int) -> None:
-        self.prompts, self.done = prompts, done
+    def __init__(self, prompts: int, done: int, steps: int, shown: bool = True) -> None:
+        self.prompts, self.done, self._shown = prompts, done, shown
         self.tokens = 0
         self._total = steps
         self._step = self._finished = 0
@@ -32,7 +32,7 @@ class Answering:
             TextColumn("{task.fields[rate]:.0f} tokens/s"),
             TextColumn("{task.fields[left]} left"),
             console=console,
-            disable=not console.is_terminal,
+            disable=not (shown and console.is_terminal),
         )
         self._task = self._bar.add_task("", total=prompts, completed=done, rate=0.0, left="?")
 
@@ -77,7 +77,7 @@ class Answering:
         share = min(1.0, (self._finished + self._step) / self._total)
         left = _clock((now - self._started) * (1 - share) / share) if share else "?"
         self._bar.update(self._task, completed=self.done, rate=self.rate, left=left)
-        if self._bar.disable and now - self._logged > _EVERY:
+        if self._shown and self._bar.disable and now - self._logged > _EVERY:
             self._logged = now
             self._bar.console.print(
                 f"{self.done} of {self.prompts} prompts answered, {self.rate:.0f} tokens/s, "

@@ -35,7 +35,7 @@ from draftsmith.train.recipe import Recipe
 
 # Keys that do not decide the weights: a run may go on with other values. (What the samples hold
 # is compared by content, wherever they lie.)
-_FREE = {"runs", "samples", "log_every", "tracker"}
+_FREE = {"runs", "samples", "log_every", "tracker", "device_map"}
 
 
 @contextmanager

@@ -2,8 +2,9 @@
 
 The target is frozen and runs inside the step (no feature cache). Gradients of all micro-batches
 and processes are sums over one global denominator, reduced once a step: nothing depends on how
-the global batch was cut. The best checkpoint is the one with the highest replay tau on held-out
-conversations, never the one with the lowest loss.
+the global batch was cut, and a run goes on with any number of processes. Every process makes the
+same collectives in every step, whatever its rows hold. The best checkpoint is the one with the
+highest replay tau on held-out conversations, never the one with the lowest loss.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import shutil
 import signal
 import sys
 import time
+import zlib
 from dataclasses import asdict
 from types import FrameType
 from typing import Any
@@ -36,6 +38,7 @@ from draftsmith.train.objective import LOSSES, Objective, backward, denominator
 from draftsmith.train.packing import Cursor, Stream, collate
 from draftsmith.train.prior import token_counts
 from draftsmith.train.progress import ProgressLine
+from draftsmith.train.ranks import summed
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples import Samples
 from draftsmith.train.start import fresh
@@ -79,6 +82,7 @@ class Trainer:
         warmup = int(recipe.warmup * recipe.steps)
         self.schedule = get_cosine_schedule_with_warmup(self.optimizer, warmup, recipe.steps)
         self.stream = Stream(samples, self.learn, recipe.length, recipe.seed)
+        self.batch = recipe.rows * recipe.accumulation * accelerator.num_processes  # rows a step
         self.cursor = Cursor()
         self.step = 0
         self.tokens = 0  # positions learned from so far
@@ -101,6 +105,8 @@ class Trainer:
         """Trains to the last step, or to SIGTERM; saves on either."""
         recipe = self.recipe
         resumed = self._resume()
+        if self.accelerator.num_processes > 1:
+            self._check_replicas()
         if resumed:
             self._mark_best()  # it may have been killed just before it did
         if (self.step >= recipe.steps and self._replayed()) or (resumed and self._ended()):
@@ -149,7 +155,8 @@ class Trainer:
         return step % self.recipe.log_every == 0 or step == self.recipe.steps
 
     def _replayed(self) -> bool:
-        return any(m["step"] == self.step for m in self._replays())
+        found = self.accelerator.is_main_process  # whose log it is
+        return self._any(found and any(m["step"] == self.step for m in self._replays()))
 
     def _ended(self) -> bool:
         """Whether tau has stopped rising for as long as the recipe bears; says so."""
@@ -184,10 +191,9 @@ class Trainer:
         return f"best is checkpoint-{best['step']}, replay tau {best['tau']:.3f} at k={best['k']}"
 
     def _step(self) -> tuple[Sums, float]:
-        """One optimizer step over rows * accumulation * processes packed rows."""
+        """One optimizer step over the next `batch` packed rows."""
         recipe, accelerator = self.recipe, self.accelerator
-        count = recipe.rows * recipe.accumulation * accelerator.num_processes
-        rows, self.cursor = self.stream.take(self.cursor, count)
+        rows, self.cursor = self.stream.take(self.cursor, self.batch)
         mine = rows[accelerator.process_index :: accelerator.num_processes]
         batches = [
             collate(self.samples, mine[i : i + recipe.rows], recipe.length)
@@ -199,7 +205,7 @@ class Trainer:
              sum(denominator(b, 1, self.objective) for b in batches)],
             device=accelerator.device,
         )  # fmt: skip
-        total, learned = accelerator.reduce(local, reduction="sum").tolist()
+        total, learned = summed(accelerator, local).tolist()
         self.optimizer.zero_grad(set_to_none=True)
         sums = Sums.zero(self.depths)
         for batch in batches:
@@ -209,8 +215,7 @@ class Trainer:
         for parameter in self.trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            if accelerator.num_processes > 1:
-                parameter.grad = accelerator.reduce(parameter.grad, reduction="sum")
+            parameter.grad = summed(accelerator, parameter.grad)
         self.still = watch.still(self.still, self.drafter)
         if self._logs(self.step + 1):
             self.norms = watch.gradient_norms(self.drafter)
@@ -315,6 +320,7 @@ class Trainer:
         watch.check_finite(self.step, weights.items())
         state = {
             "samples": self.samples.manifest["content_hash"],
+            "batch": self.batch,
             "cursor": asdict(self.cursor),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
@@ -347,6 +353,7 @@ class Trainer:
         self.drafter.to(self.accelerator.device)
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
+        self.batch = state.get("batch", self.batch)  # not in checkpoints of earlier versions
         self.cursor = Cursor(**state["cursor"])
         self.step, self.tokens = state["step"], state["tokens"]
         taus = [m["tau"] for m in self._replays() if m["step"] <= self.step]
@@ -355,8 +362,23 @@ class Trainer:
         self.running = Running(**state["running"])
         self.still = set(state["still"])
         self.window = Sums(**state["window"])
-        self._say(f"resuming {folder} at step {self.step}")
+        self._say(f"resuming {folder} at step {self.step}, {self.batch} rows a step as it began")
         return True
+
+    def _check_replicas(self) -> None:
+        """Raises UserError unless all processes begin alike: on a disk that nodes do not share, one
+        would go on with a run and the other begin it anew."""
+        crc = zlib.crc32(self.samples.manifest["content_hash"].encode())
+        for parameter in self.trained:
+            numbers = parameter.detach().reshape(-1).view(torch.uint8).cpu().numpy()
+            crc = zlib.crc32(numbers, crc)
+        mine = torch.tensor([self.step, crc], device=self.accelerator.device)
+        other = summed(self.accelerator, mine) != self.accelerator.num_processes * mine
+        if self._any(bool(other.any())):  # told by all, or some would wait for the others
+            raise UserError(
+                f"{self.recipe.folder}: processes begin with different steps, samples or weights; "
+                "put runs, samples and start on a disk that all nodes share"
+            )
 
     def _seconds(self) -> float:
         """Wall time of the run: replays and earlier parts included."""
@@ -403,4 +425,4 @@ class Trainer:
         if self.accelerator.num_processes == 1:
             return here
         flag = torch.tensor([float(here)], device=self.accelerator.device)
-        return bool(self.accelerator.reduce(flag, reduction="sum").item())
+        return bool(summed(self.accelerator, flag).item())

@@ -151,7 +151,7 @@ def plan(recipe: Recipe, timed: bool = True) -> Plan:
 def check(recipe: Recipe) -> None:
     """Raises UserError where memory or disk cannot hold the plan; what a run has made counts."""
     made = plan(recipe, timed=False)
-    need, free = sum(made.memory.values()), _free_memory(made.device)
+    need, free = sum(made.memory.values()), _free_memory(made.device, bool(recipe.device_map))
     if need > free:
         part = max(made.memory, key=lambda name: made.memory[name])
         raise UserError(
@@ -232,10 +232,12 @@ def _about_tokens(prompt: Prompt) -> int:
     return sum(24 + sum(len(m["content"]) for m in turn) // 4 for turn in turns)
 
 
-def _free_memory(device: str) -> int:
-    """Bytes that this process may come to hold in all, within its container's limit."""
+def _free_memory(device: str, spread: bool = False) -> int:
+    """Bytes that this process may come to hold in all, within its container's limit; spread: on all
+    devices together."""
     if device != "cpu":
-        return torch.cuda.mem_get_info()[0]
+        every = range(torch.cuda.device_count()) if spread else [torch.cuda.current_device()]
+        return sum(torch.cuda.mem_get_info(index)[0] for index in every)
     free = psutil.virtual_memory().available
     limit, used = (Path("/sys/fs/cgroup") / f"memory.{name}" for name in ("max", "current"))
     if limit.is_file() and (most := limit.read_text().strip()).isdigit():

@@ -28,6 +28,7 @@ def _listed(value: Any) -> Any:
     return [] if value == "none" else [value] if isinstance(value, str) else value
 
 
+Spread = Literal["auto", "balanced", "balanced_low_0", "sequential"] | dict[str, int | str] | None
 Trackers = Annotated[list[Literal["wandb", "tensorboard"]], BeforeValidator(_listed)]
 
 
@@ -39,6 +40,7 @@ class Recipe(BaseModel):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")  # the run lives in runs/NAME
     runs: str = "runs"
     target: str = "smollm2"  # hub id, folder, GGUF file, package:NAME, or smollm2
+    device_map: Spread = None  # auto, or {module: device}: spreads a target no one device can hold
     drafter: str
 
     samples: str | None = None  # a samples folder; None: the product's prompts are answered first
@@ -65,7 +67,9 @@ class Recipe(BaseModel):
 
     steps: int = Field(ge=1)
     length: int = Field(default=512, ge=8)  # tokens in a packed row
-    rows: int = Field(default=2, ge=1)  # packed rows in a micro-batch, per process
+    # Packed rows in a micro-batch. A step reads rows * accumulation for each process that the run
+    # began with, and keeps to that number when it goes on with others.
+    rows: int = Field(default=2, ge=1)
     accumulation: int = Field(default=1, ge=1)
     lr: float = Field(default=1e-3, gt=0)
     warmup: float = Field(default=0.05, ge=0, lt=1)  # share of the steps

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import shutil
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from draftsmith.train.answering import Answering
 from draftsmith.train.conversation import Conversation
 from draftsmith.train.endpoint import Endpoint
 from draftsmith.train.prompts import Prompt, Unusable
+from draftsmith.train.ranks import ALONE, SEEN, Ranks
 from draftsmith.train.reader import Sample, Samples
 from draftsmith.train.served import answer_by
 from draftsmith.train.sources import Skips
@@ -48,19 +51,21 @@ def generate(
     foreign: bool = False,
     stop: Sequence[str] = (),
     about: Sequence[str] = (),
+    ranks: Ranks = ALONE,
 ) -> Samples:
     """The target's answers to all prompts, turn by turn, in their order, stored in `folder`.
 
     A conversation's later turns are asked after the target's own answers (see conversation.py).
     What cannot be asked (too long, refused by the chat template) is left out, counted in the log.
     An answer depends on the seed and the prompt's place in the list, not on batches. A killed run
-    goes on where it stopped when called again with the same arguments (batch_size may differ); a
-    finished one is opened.
+    goes on where it stopped when called again with the same arguments (batch_size and the number of
+    processes may differ); a finished one is opened.
 
     server: it answers, and the target here audits it: by the first answers, and at the end;
     foreign=True leaves that out, and marks the samples. stop: strings that end an answer, besides
     the end tokens (answers made here only). about: lines for stderr, printed once nothing more can
-    be refused. Raises UserError, all that can be told before anything is computed.
+    be refused. ranks: processes that call this together, on one disk; each answers its share, the
+    main one merges them. Raises UserError, all that can be told before anything is computed.
     """
     folder = Path(folder)
     _check_request(prompts, max_new_tokens, batch_size)
@@ -76,25 +81,62 @@ def generate(
     if server:
         manifest["server"] = {"kind": server.kind, "model": server.model}
     audit = 16 if server and not foreign else 0
-    with storage.claimed(folder):
-        if (folder / storage.MANIFEST).exists():
-            stored = storage.read_manifest(folder)
-            record.same_settings(folder, stored, manifest)
-            if stored["state"] == "complete":
+    with storage.claimed(folder) if ranks.main else nullcontext():
+        if ranks.main and not _complete(folder, manifest):
+            _check_sizes(target, prompts, encoded, max_new_tokens, batch_size, folder)
+            storage.write_manifest(folder, manifest)
+            for line in [*about, *_sampler_of(target)]:
+                print(line, file=sys.stderr)
+        ranks.meet()
+        ranks.see(folder / storage.MANIFEST)
+        if _complete(folder, manifest):
+            if ranks.main:
                 shutil.rmtree(folder / storage.PARTS, ignore_errors=True)
-                return Samples.open(folder, target, audit=0)
-        _check_sizes(target, prompts, encoded, max_new_tokens, batch_size, folder)
-        storage.write_manifest(folder, manifest)
-        for line in [*about, *_sampler_of(target)]:
-            print(line, file=sys.stderr)
+            return Samples.open(folder, target, audit=0)
         parts = storage.Parts(folder)
-        talks = _to_answer(prompts, encoded, target, parts)
+        talks = ranks.share(_to_answer(prompts, encoded, target, parts))
+        ranks.meet()  # nobody stores before all have seen what is stored
         if server:
             answer_by(server, talks, sampler, max_new_tokens, seed, parts, manifest)
         else:
-            _answer(talks, sampler, max_new_tokens, seed, batch_size, stop, parts, len(prompts))
+            _answer(
+                talks, sampler, max_new_tokens, seed, batch_size, stop, parts, len(prompts),
+                shown=ranks.main,
+            )  # fmt: skip
         _tell_unasked(talks)
-        return record.finish(folder, manifest, parts, target, audit)
+        ranks.meet()
+        if ranks.main:
+            parts = _gathered(parts, {i for i, ids in enumerate(encoded) if ids})
+            made = record.finish(folder, manifest, parts, target, audit)
+        ranks.meet()
+        ranks.see(folder / storage.ROWS)
+        return made if ranks.main else Samples.open(folder, target, audit=0)
+
+
+def _complete(folder: Path, manifest: dict[str, Any]) -> bool:
+    """Whether the folder holds the samples asked for; UserError where it holds others."""
+    if not (folder / storage.MANIFEST).exists():
+        return False
+    stored = storage.read_manifest(folder)
+    record.same_settings(folder, stored, manifest)
+    return bool(stored["state"] == "complete")
+
+
+def _gathered(parts: storage.Parts, asked: set[int]) -> storage.Parts:
+    """The parts of all processes, with an answer to everything that was asked.
+
+    Those of another node may take a while to show on a shared disk; UserError where they do not.
+    """
+    deadline = time.monotonic() + SEEN
+    while missing := asked.difference(parts.indices):
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"{parts.folder}: {len(missing)} answers of other processes are not there; put it "
+                "on a disk that all nodes share, and run again"
+            )
+        time.sleep(0.2)
+        parts = storage.Parts(parts.folder.parent)
+    return parts
 
 
 def encode_fitting(
@@ -155,6 +197,7 @@ def _answer(
     stop: Sequence[str],
     parts: storage.Parts,
     prompts: int,
+    shown: bool,
 ) -> None:
     """Holds every conversation with the target here, batch by batch, turn by turn."""
     if not talks:
@@ -162,7 +205,9 @@ def _answer(
     batches = [talks[s : s + batch_size] for s in range(0, len(talks), batch_size)]
     turns = sum(1 + len(batch[0].prompt.later) for batch in batches)
     decoder = Decoder(talks[0].target)
-    with Answering(prompts, prompts - len(talks), turns * max_new_tokens) as progress:
+    stored = len(set(parts.indices))
+    steps = turns * max_new_tokens
+    with Answering(stored + len(talks), stored, steps, shown) as progress:
         for batch in batches:
             live = batch
             while live:

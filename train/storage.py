@@ -196,19 +196,24 @@ class Parts:
 
     A row carries the `index` of its prompt; a conversation may take several rows, which then lie in
     one part. A row without ids stands for a prompt that was given up, `finish` saying why. A part's
-    name holds its number, its row count and the start of its content hash, so that one cut short is
-    told apart.
+    name holds its lowest index, so that several processes may add parts at once, its row count and
+    the start of its content hash, so that one cut short is told apart. Raises UserError for parts
+    that are broken, or answer a prompt twice.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / PARTS
         self.folder.mkdir(exist_ok=True)
-        self.indices: list[int] = []  # of the stored rows
-        self._next = 0
+        self.indices: list[int] = []  # of the stored rows, in no order
+        seen: set[int] = set()
         for part in self._paths():
-            rows = self._read(part)
-            self.indices += rows["index"]
-            self._next = int(part.name.split("-")[0]) + 1
+            rows = self._read(part)["index"]
+            if twice := seen.intersection(rows):
+                raise UserError(
+                    f"{part}: answers prompt {min(twice)} a second time; delete it and run again"
+                )
+            seen.update(rows)
+            self.indices += rows
 
     def _paths(self) -> list[Path]:
         return sorted(p for p in self.folder.iterdir() if p.suffix != ".tmp")
@@ -240,9 +245,8 @@ class Parts:
         )
         dataset = datasets.Dataset.from_dict(rows, features=features)
         digest = content_hash(dataset)[:16]
-        save(dataset, self.folder / f"{self._next:06d}-{len(dataset)}-{digest}")
+        save(dataset, self.folder / f"{min(rows['index']):06d}-{len(dataset)}-{digest}")
         self.indices += rows["index"]
-        self._next += 1
 
     def merge(self) -> tuple[Any, dict[str, int]]:
         """Writes all rows that hold a text, in the order of their index, beside the parts.
@@ -252,7 +256,7 @@ class Parts:
         final = self.folder.parent / ROWS
         whole = library().concatenate_datasets([self._read(part) for part in self._paths()])
         sizes = [size for lengths, _ in chunks(whole, "ids") for size in lengths.tolist()]
-        order = sorted(range(len(sizes)), key=self.indices.__getitem__)
+        order = sorted(range(len(sizes)), key=list(whole["index"]).__getitem__)
         kept = [i for i in order if sizes[i]]
         reasons = [why for why, size in zip(whole["finish"], sizes, strict=True) if not size]
         lost = {reason: reasons.count(reason) for reason in sorted(set(reasons))}

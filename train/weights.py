@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from draftsmith.drafters.batch import Alignment, Batch
+from draftsmith.train.ranks import summed
 
 MEMORY = 0.95  # of running means: about the last 20 steps
 
@@ -100,7 +101,7 @@ class Sums:
         """The sum over all processes."""
         few = torch.tensor([self.loss, self.total, self.factor])
         flat = torch.cat([few, self.alpha, self.cells])
-        flat = accelerator.reduce(flat.to(accelerator.device), reduction="sum").cpu()
+        flat = summed(accelerator, flat.to(accelerator.device)).cpu()
         alpha, cells = flat[3:].chunk(2)
         loss, total, factor = flat[:3].tolist()
         return Sums(loss, total, factor, alpha, cells)

@@ -1,0 +1,269 @@
+"""Several processes: they meet, answer and learn as one would, and stop when one of them dies.
+
+    .venv/bin/pytest tests/test_ranks.py
+
+Runs are compared with those of one process: samples as bytes, weights to rounding.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+pytest.importorskip("datasets")
+
+import training
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.target import Target
+from draftsmith.train import __main__ as train
+from draftsmith.train import checkpoint, ranks, storage
+from draftsmith.train.ranks import Ranks
+from draftsmith.train.reader import Samples
+from training import World, metrics
+
+STEPS = 9
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("world"))
+
+
+# ---------------------------------------------------------------- meeting
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[HashStore]:
+    """Where threads meet as processes do; 0 and 1 give signs of life, others do not."""
+    monkeypatch.setattr(ranks, "BEAT", 0.05)
+    monkeypatch.setattr(ranks, "LOST", 0.5)
+    out, over = HashStore(), threading.Event()
+    beating = [
+        threading.Thread(target=Ranks(index, 2, index, out).beat, args=(over,)) for index in (0, 1)
+    ]
+    for thread in beating:
+        thread.start()
+    yield out
+    over.set()
+    for thread in beating:
+        thread.join()
+
+
+def test_nobody_leaves_before_all_have_come(store: HashStore) -> None:
+    """However often they meet, and however long one works: thrice what a dead one is given."""
+    seen: list[int] = []
+
+    def work(index: int) -> None:
+        each = Ranks(index, 2, index, store)
+        for meeting in range(3):
+            time.sleep(1.5 if (meeting, index) == (1, 1) else 0)
+            seen.append(meeting)
+            each.meet()
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_dead_process_is_told(store: HashStore) -> None:
+    """Of two that do not come, the one that gives no sign of life."""
+    with pytest.raises(UserError, match="process 0: process 2 of this launch has ended"):
+        Ranks(0, 3, 0, store).meet()
+
+
+def test_a_share_is_each_ones_own() -> None:
+    shares = [Ranks(index, 3).share(range(10)) for index in range(3)]
+    assert sorted(sum(shares, [])) == list(range(10))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"ACCELERATE_USE_FSDP": "true"}, "FSDP is not supported"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DEEPSPEED is not supported"),
+        ({"LOCAL_WORLD_SIZE": "2"}, "device_map: spreads the target over a node's devices"),
+    ],
+)
+def test_launches_that_are_refused(
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    setting: dict[str, str],
+    words: str,
+) -> None:
+    """In one line, before a model is loaded or a folder made; never trained some other way."""
+    for name, value in setting.items():
+        monkeypatch.setenv(name, value)
+    path = world.recipe("refused", device_map="auto")
+    assert train.main([str(path)]) == 2
+    said = capsys.readouterr().err.strip()
+    assert words in said and "\n" not in said and not world.folder("refused").exists()
+
+
+# ---------------------------------------------------------------- answering
+
+
+def content(world: World, folder: Path) -> list[tuple[Any, ...]]:
+    samples = Samples.open(folder, Target.load(str(world.target)), audit=0)
+    return [(s.ids, s.made, s.finish, s.domain, s.key) for s in samples]
+
+
+def ended(processes: list[BaseProcess], seconds: float = 90) -> list[int | None]:
+    """Exit codes; all within a time."""
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return codes
+
+
+def kill(process: BaseProcess, ready: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not ready():
+        assert process.is_alive(), f"ended by itself, code {process.exitcode}"
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_killed_answers_go_on_with_another_count(world: World, tmp_path: Path, seed: int) -> None:
+    """Two processes, one of them (0 the main one, 1 the other) killed at a seeded moment; then
+    three: the bytes of one process that was left alone."""
+    draw = random.Random(seed)
+    folder, log = tmp_path / "samples", tmp_path / "log"
+    about = (str(world.target), str(world.prompts), str(folder))
+    begun = training.launch(training.answer_together, 2, log, *about, True)
+    parts = folder / storage.PARTS
+    stored = draw.randint(1, 5)
+    kill(begun[seed], lambda: parts.is_dir() and len(list(parts.glob("*-*-*[!p]"))) >= stored)
+    codes = ended(begun)
+    assert codes[seed] == -signal.SIGKILL and codes[1 - seed] == 1
+    words = (tmp_path / f"log.{1 - seed}").read_text()
+    assert "of this launch has ended" in words and "Traceback" not in words
+    assert storage.read_manifest(folder)["state"] == "writing"
+    kept = {p.name for p in parts.iterdir() if p.suffix != ".tmp"}
+    assert ended(training.launch(training.answer_together, 3, log, *about, False, 3)) == [0, 0, 0]
+    assert kept and not parts.exists()
+    assert content(world, folder) == content(world, world.samples)
+    one, other = (storage.read_manifest(f) for f in (folder, world.samples))
+    assert one == other
+
+
+def test_a_prompt_that_is_answered_twice_is_noticed(tmp_path: Path) -> None:
+    """As two launches without a common lock would store it: no share is answered by two."""
+    rows = {
+        "ids": [[5, 6]], "made": [[False, True]], "finish": ["stop"], "domain": ["d"],
+        "key": ["k"], "index": [3],
+    }  # fmt: skip
+    storage.Parts(tmp_path).add(rows)
+    storage.Parts(tmp_path).add(rows | {"ids": [[5, 7]]})
+    with pytest.raises(UserError, match="answers prompt 3 a second time"):
+        storage.Parts(tmp_path)
+
+
+# ---------------------------------------------------------------- learning
+
+
+@pytest.fixture(scope="module")
+def whole(world: World) -> Callable[[str], Path]:
+    """The run of one process, by family."""
+
+    def run(drafter: str) -> Path:
+        folder = world.folder(f"one-{drafter}")
+        if not folder.exists():
+            assert train.main([str(world.recipe(f"one-{drafter}", drafter))]) == 0
+        return folder
+
+    return run
+
+
+def apart(one: Path, two: Path) -> float:
+    """The largest distance of two runs' final weights."""
+    a, b = training.weights(one, STEPS), training.weights(two, STEPS)
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+def same(one: Path, two: Path) -> None:
+    """Weights and log to rounding; rows, in their order, exactly."""
+    assert apart(one, two) < 1e-3
+    assert training.state(one, STEPS)["cursor"] == training.state(two, STEPS)["cursor"]
+    for a, b in zip(metrics(one), metrics(two), strict=True):
+        assert (a["kind"], a["step"], a["tokens"]) == (b["kind"], b["step"], b["tokens"])
+        assert b.get("loss", b.get("tau")) == pytest.approx(a.get("loss", a.get("tau")), rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["eagle", "small"])
+def test_two_processes_train_like_one(
+    world: World, whole: Callable[[str], Path], tmp_path: Path, drafter: str
+) -> None:
+    """At the same global batch: gradients are sums over one denominator, whatever rows they hold.
+
+    Planted fault: each process divides by its own.
+    """
+    for name, before in (("pair", None), ("means", training.local_denominators)):
+        path = str(world.recipe(f"{name}-{drafter}", drafter, rows=1))
+        pair = training.launch(training.train_together, 2, tmp_path / name, [path], before)
+        assert ended(pair) == [0, 0], (tmp_path / f"{name}.0").read_text()
+    same(whole(drafter), world.folder(f"pair-{drafter}"))
+    assert apart(whole(drafter), world.folder(f"means-{drafter}")) > 1e-2
+
+
+@pytest.mark.slow
+def test_killed_training_goes_on_with_another_count(
+    world: World, whole: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """One of two is killed between two checkpoints; the other says so within seconds; three go on
+    with the same rows in the same order. Planted fault: three rows' worth of a step each."""
+    path = str(world.recipe("killed", rows=1))
+    run = world.folder("killed")
+    pair = training.launch(training.train_together, 2, tmp_path / "log", [path], training.slowed)
+    kill(pair[1], lambda: (run / "checkpoint-4").exists())
+    killed = time.monotonic()
+    assert ended(pair) == [2, -signal.SIGKILL]
+    assert time.monotonic() - killed < 30
+    words = (tmp_path / "log.0").read_text()
+    assert "another process of this launch has ended" in words and "Traceback" not in words
+    assert checkpoint.steps(run) == [4]
+    forgetful = world.folder("forgetful")
+    shutil.copytree(run / "checkpoint-4", forgetful / "checkpoint-4")
+    shutil.copy(run / "metrics.jsonl", forgetful)
+    other = str(world.recipe("forgetful", rows=1))
+    for recipe, before in ((path, None), (other, training.forgets_the_batch)):
+        three = training.launch(training.train_together, 3, tmp_path / "log", [recipe], before)
+        assert ended(three) == [0, 0, 0], (tmp_path / "log.0").read_text()
+    assert "resuming" in (tmp_path / "log.0").read_text()
+    same(whole("eagle"), run)
+    assert training.state(forgetful, STEPS)["cursor"] != training.state(run, STEPS)["cursor"]
+
+
+@pytest.mark.slow
+def test_processes_that_begin_apart_are_refused(world: World, tmp_path: Path) -> None:
+    """As on nodes whose folders are not the same: all of them say so, before the first step."""
+    paths = [str(world.recipe("apart")), str(world.recipe("aside", seed=1))]
+    pair = training.launch(training.train_together, 2, tmp_path / "log", paths, None)
+    assert ended(pair) == [2, 2]
+    for index in (0, 1):
+        words = (tmp_path / f"log.{index}").read_text()
+        assert "processes begin with different steps, samples or weights" in words
+    assert not checkpoint.steps(world.folder("apart"))

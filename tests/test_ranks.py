@@ -245,11 +245,11 @@ def test_killed_training_goes_on_with_another_count(
     words = (tmp_path / "log.0").read_text()
     assert "another process of this launch has ended" in words and "Traceback" not in words
     assert checkpoint.steps(run) == [4]
-    forgetful = world.folder("forgetful")
-    shutil.copytree(run / "checkpoint-4", forgetful / "checkpoint-4")
-    shutil.copy(run / "metrics.jsonl", forgetful)
-    other = str(world.recipe("forgetful", rows=1))
-    for recipe, before in ((path, None), (other, training.forgets_the_batch)):
+    forgetful = tmp_path / "runs" / "killed"
+    shutil.copytree(run, forgetful, symlinks=True)
+    other = tmp_path / "killed.yaml"
+    other.write_text(Path(path).read_text().replace(str(run.parent), str(forgetful.parent)))
+    for recipe, before in ((path, None), (str(other), training.forgets_the_batch)):
         three = training.launch(training.train_together, 3, tmp_path / "log", [recipe], before)
         assert ended(three) == [0, 0, 0], (tmp_path / "log.0").read_text()
     assert "resuming" in (tmp_path / "log.0").read_text()

@@ -370,7 +370,7 @@ class Trainer:
         would go on with a run and the other begin it anew."""
         crc = zlib.crc32(self.samples.manifest["content_hash"].encode())
         for parameter in self.trained:
-            numbers = parameter.detach().reshape(-1).view(torch.uint8).cpu().numpy()
+            numbers = parameter.detach().reshape(-1).view(torch.uint8).cpu().numpy().data
             crc = zlib.crc32(numbers, crc)
         mine = torch.tensor([self.step, crc], device=self.accelerator.device)
         other = summed(self.accelerator, mine) != self.accelerator.num_processes * mine

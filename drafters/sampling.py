@@ -22,6 +22,7 @@ NOT_APPLIED: dict[str, Any] = {
     "repetition_penalty": 1.0, "repeat_penalty": 1.0, "presence_penalty": 0.0,
     "frequency_penalty": 0.0, "min_p": 0.0, "typical_p": 1.0, "no_repeat_ngram_size": 0,
     "logit_bias": None, "bad_words_ids": None, "suppress_tokens": None, "sequence_bias": None,
+    "min_tokens": 0, "xtc_probability": 0.0, "dry_multiplier": 0.0, "mirostat": 0,
 }  # fmt: skip
 _BLOCK = 256  # tokens of the vocabulary that a draw sums up first
 

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import logging as transformers_logging
 
 from draftsmith.drafters import selftest
@@ -49,6 +49,7 @@ class Target(CausalLM):
         super().__init__(hf)
         self.tokenizer = tokenizer
         self.source = source
+        self.quantised = ""  # by which method its checkpoint is, and how it is read here
         self.requires_grad_(False)
         self.eval()
         self._prove(reference)
@@ -86,6 +87,7 @@ class Target(CausalLM):
             place = spread or {"": device}
             hf = AutoModelForCausalLM.from_pretrained(source.path, dtype=choice, device_map=place)
             tokenizer = AutoTokenizer.from_pretrained(source.path)
+            stored = getattr(AutoConfig.from_pretrained(source.path), "quantization_config", None)
         except (OSError, ValueError, KeyError) as error:
             line = str(error).strip().splitlines()[0]
             raise UserError(f"target {spec}: transformers cannot load it ({line})") from None
@@ -95,7 +97,13 @@ class Target(CausalLM):
                     f"device_map: leaves the embeddings or lm_head of {spec} without a device, and "
                     "drafters share them; give them one, or use more devices"
                 )
-        return cls(hf.eval(), tokenizer, source)
+        out = cls(hf.eval(), tokenizer, source)
+        if stored:  # transformers takes it out of the model's own config when it dequantises
+            method = (stored if isinstance(stored, dict) else stored.to_dict()).get("quant_method")
+            kept = getattr(hf.config, "quantization_config", None)
+            how = "computed by transformers' kernels" if kept else "dequantised by transformers"
+            out.quantised = f"{method}, {how}"
+        return out
 
     def identity(self) -> dict[str, Any]:
         """What names this target in manifests and checkpoints."""

@@ -14,11 +14,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib.resources import files
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate.commands.config.config_args import load_config_from_file
 from torch.distributed import HashStore
 
 pytest.importorskip("datasets")
@@ -113,6 +115,15 @@ def test_launches_that_are_refused(
     assert train.main([str(path)]) == 2
     said = capsys.readouterr().err.strip()
     assert words in said and "\n" not in said and not world.folder("refused").exists()
+
+
+@pytest.mark.parametrize(("name", "nodes", "count"), [("8-gpus", 1, 8), ("2-nodes", 2, 16)])
+def test_accelerate_configs(name: str, nodes: int, count: int) -> None:
+    """Those that are shipped are read by accelerate, unknown keys being errors there."""
+    folder = files("draftsmith.recipes") / "accelerate"
+    config = load_config_from_file(str(folder / f"{name}.yaml"))
+    assert (config.num_machines, config.num_processes) == (nodes, count)
+    assert config.distributed_type == "MULTI_GPU"
 
 
 # ---------------------------------------------------------------- answering

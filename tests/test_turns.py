@@ -249,6 +249,13 @@ def test_a_sampler_that_servers_would_apply(
     made(tmp_path / "b", of, talks(1), Sampler(0.0))
     line = capsys.readouterr().err
     assert "asks for repetition_penalty 1.05, which is not applied here" in line
+    of.hf.generation_config.repetition_penalty = None
+    of.hf.generation_config.temperature, of.hf.generation_config.top_p = 0.6, 0.9
+    of.quantised = "fp8, dequantised by transformers"
+    made(tmp_path / "c", of, talks(1), Sampler(0.6))
+    law, weights = capsys.readouterr().err.strip().splitlines()
+    assert "asks for top_p 0.9, which servers take where a request names none" in law
+    assert "its checkpoint is quantised (fp8, dequantised by transformers)" in weights
 
 
 @pytest.mark.real

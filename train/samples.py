@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.sampling import Sampler, not_applied
+from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.train import record, storage
 from draftsmith.train.answering import Answering
+from draftsmith.train.checks import check_request, check_sizes, differences
 from draftsmith.train.conversation import Conversation
 from draftsmith.train.endpoint import Endpoint
 from draftsmith.train.prompts import Prompt, Unusable
@@ -68,7 +69,7 @@ def generate(
     main one merges them. Raises UserError, all that can be told before anything is computed.
     """
     folder = Path(folder)
-    _check_request(prompts, max_new_tokens, batch_size)
+    check_request(prompts, max_new_tokens, batch_size)
     encoded = encode_fitting(prompts, target, max_new_tokens)
     manifest = record.begun(target, sampler, "served" if server else "generated") | {
         "foreign": foreign,
@@ -83,9 +84,9 @@ def generate(
     audit = 16 if server and not foreign else 0
     with storage.claimed(folder) if ranks.main else nullcontext():
         if ranks.main and not _complete(folder, manifest):
-            _check_sizes(target, prompts, encoded, max_new_tokens, batch_size, folder)
+            check_sizes(target, prompts, encoded, max_new_tokens, batch_size, folder)
             storage.write_manifest(folder, manifest)
-            for line in [*about, *_sampler_of(target)]:
+            for line in [*about, *differences(target, sampler)]:
                 print(line, file=sys.stderr)
         ranks.meet()
         ranks.see(folder / storage.MANIFEST)
@@ -236,18 +237,6 @@ def _answer(
     log.info("%d tokens, %.0f tokens/s", progress.tokens, progress.rate)
 
 
-def _sampler_of(target: Target) -> list[str]:
-    """A line on settings that servers take from the target's generation_config and we do not."""
-    found = not_applied(target.hf.generation_config.to_dict())
-    if not found:
-        return []
-    named = ", ".join(f"{name} {value}" for name, value in found.items())
-    return [
-        f"target {target.source.spec}: its generation_config asks for {named}, which is not "
-        "applied here; serve without it (vLLM: --generation-config vllm)"
-    ]
-
-
 def _tell_unasked(talks: Sequence[Conversation]) -> None:
     """Warns of turns that were not asked, and of templates that rewrite earlier turns."""
     unasked = Skips()
@@ -262,52 +251,3 @@ def _tell_unasked(talks: Sequence[Conversation]) -> None:
             "the chat template writes earlier turns anew: %d turns became rows of their own",
             rewritten,
         )
-
-
-# ---------------------------------------------------------------- what is asked of a run
-
-
-def _check_request(prompts: list[Prompt], max_new_tokens: int, batch_size: int) -> None:
-    if not prompts:
-        raise UserError("prompts: there are none; give at least one")
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens: {max_new_tokens} leaves nothing to write; use >= 1")
-    if batch_size < 1:
-        raise UserError(f"batch_size: {batch_size} answers nothing; use >= 1")
-
-
-def _check_sizes(
-    target: Target,
-    prompts: list[Prompt],
-    encoded: list[list[int]],
-    max_new_tokens: int,
-    batch_size: int,
-    folder: Path,
-) -> None:
-    """Tells the sizes of files and cache; raises UserError where the disk is too small."""
-    lengths = [
-        len(ids) + max_new_tokens + sum(max_new_tokens + _about(step) for step in prompt.later)
-        for prompt, ids in zip(prompts, encoded, strict=True)
-        if ids
-    ]
-    lengths = [min(length, target.max_positions) for length in lengths]
-    tokens = sum(lengths)
-    disk = storage.size(len(lengths), tokens)
-    config = target.config
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or target.hidden_size // config.num_attention_heads
-    slots = min(batch_size, len(lengths)) * max(lengths)
-    cache = slots * target.num_layers * 2 * heads * width * target.dtype.itemsize
-    log.info(
-        "answers: %d prompts, at most %d tokens and %.0f MiB on disk; cache at most %.0f MiB",
-        len(lengths),
-        tokens,
-        disk / 2**20,
-        cache / 2**20,
-    )
-    storage.check_disk(folder, disk)
-
-
-def _about(messages: Sequence[dict[str, Any]]) -> int:
-    """Tokens of a turn, not yet encoded: three characters each, and the template's share."""
-    return sum(16 + len(m["content"]) // 3 for m in messages)

@@ -46,7 +46,7 @@ def train(chosen: Recipe, target: Target | None = None) -> int:
     sources: list[str] = []  # a line about each
     prompts = _prompts(chosen, sources.append)
     with launched() as ranks:
-        if ranks.device.type != "cpu":
+        if ranks.count > 1 and ranks.device.type != "cpu":
             torch.accelerator.set_device_index(ranks.local)
         plan.check(chosen)
         with checkpoint.claimed(chosen) if ranks.main else nullcontext():

@@ -147,7 +147,7 @@ def launched() -> Iterator[Ranks]:
         yield ranks
     finally:
         over.set()
-        thread.join()
+        thread.join(2 * BEAT)  # the store may be gone
 
 
 def check_spread(device_map: Any) -> None:

@@ -232,6 +232,8 @@ class Adaptation(Trainer):
 
     def _evaluate(self) -> None:
         super()._evaluate()
+        if self.step <= self.first:
+            return
         if self.step < self.recipe.steps:
             self.drift = self._drift()
         self._say(
@@ -245,10 +247,11 @@ class Adaptation(Trainer):
         return next((m for m in self._replays() if m["step"] == self.recipe.steps), None)
 
     def _best_line(self) -> str:
+        run = self.recipe.folder
         return (
             f"the new target is {self.place}, {self.drift['kl']:.4f} nats a token from "
-            f"{self.old['spec']}; its heads are in {self.recipe.folder}/best: try `draftsmith report "
-            f"{self.recipe.folder}`, which lets it write text of its own"
+            f"{self.old['spec']}, its heads are {run}/best; `draftsmith report {run}` lets it "
+            "write text of its own and measures them on that"
         )
 
     # ------------------------------------------------------------ the new target on disk

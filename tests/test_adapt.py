@@ -199,7 +199,7 @@ def _kl_the_other_way(patch: pytest.MonkeyPatch) -> None:
         leaf = new.detach().requires_grad_()
         q, p = (F.log_softmax(target.head(x)[where], -1) for x in (leaf, old))
         total = (q.exp() * (q - p)).sum()
-        return float(total), torch.autograd.grad(total, leaf)[0]
+        return float(total.detach()), torch.autograd.grad(total, leaf)[0]
 
     patch.setattr(adapt, "divergence", wrong)
 

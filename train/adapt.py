@@ -141,8 +141,9 @@ def divergence(
             leaf = new[r, t].detach().requires_grad_()  # (n, H)
             logits = target.head(leaf)
         after = torch.log_softmax(logits.detach().float(), dim=-1)
-        total += float((before.exp() * (before - after)).sum())
-        logits.backward((after.exp() - before.exp()).to(logits.dtype))
+        p, q = before.exp(), after.exp()
+        total += float((p * before.sub_(after)).sum())
+        logits.backward(q.sub_(p).to(logits.dtype))
         assert leaf.grad is not None
         slope[r, t] = leaf.grad
     return total, slope
@@ -176,6 +177,11 @@ class Adaptation(Trainer):
         samples.foreign = True  # they are the old target's: replay on them is biased
         target.become(Source(str(self.place), str(self.place), "unfinished", "folder"))
 
+    @property
+    def _rows(self) -> int:
+        """Positions whose laws are alive at a time: as many as a chunk of the heads' rows has."""
+        return max(1, self.recipe.chunk // self.depths)
+
     def _step(self) -> tuple[Sums, float]:
         adapters = self.adapters.weights.values() if self.step >= self.first else ()
         self.trained = [*self.heads, *adapters]
@@ -203,7 +209,7 @@ class Adaptation(Trainer):
             sums = backward(
                 self.drafter, batch, self.depths, self.objective, total, recipe.chunk, self.running
             )
-            _, slope = divergence(target, old, new, judged(batch), recipe.chunk)
+            _, slope = divergence(target, old, new, judged(batch), self._rows)
         if not math.isfinite(sums.loss):
             watch.check_finite(self.step + 1, watch.inputs(self.drafter, batch))
         pull = torch.zeros_like(normed) if leaf.grad is None else leaf.grad
@@ -226,7 +232,7 @@ class Adaptation(Trainer):
             for before, batch in zip(old, self._read_heldout(), strict=True):
                 assert before is not None and batch.final is not None
                 where = judged(batch)
-                total += divergence(self.target, before, batch.final, where, self.recipe.chunk)[0]
+                total += divergence(self.target, before, batch.final, where, self._rows)[0]
                 tokens += int(where.sum())
         return {"kl": total / max(tokens, 1), "kl_tokens": tokens}
 

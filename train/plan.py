@@ -279,15 +279,16 @@ def _memory(recipe: Recipe, outline: Outline, texts: Texts, device: torch.device
     training = _logits(rows // depths, rows, V, Vd)
     replayed = min(ROWS // recipe.k, REPLAYED * texts.made // len(texts.lengths))
     replay = _logits(replayed, replayed if shared else replayed * recipe.k, V, Vd)
+    laws = 7 * (recipe.chunk // depths) * V if outline.adapted else 0  # of both targets at a time
     parts = {
         "target weights": outline.target_size * _dtype(outline, device).itemsize,
         "drafter weights": FP32 * trained,
         "gradients": FP32 * trained,
         "optimizer states": 2 * FP32 * trained,
         "features and activations": FP32 * (tokens * H * (taps + 4) + acts),
-        "logits of one chunk": FP32 * max(training, replay),
+        "logits of one chunk": FP32 * max(training, replay, laws),
     }
-    if outline.adapted:  # what its backward pass reads, counted as the drafter's is
+    if outline.adapted:  # inputs and outputs of its linears, and half as much again, as above
         sizes = sum(m.in_features + m.out_features for m in outline.adapted)
         kept = tokens * 3 * sizes // 2
         parts["activations of the target"] = kept * _dtype(outline, device).itemsize

@@ -303,6 +303,12 @@ def check_target(folder: Path, made_for: dict[str, Any], target: Target) -> None
                 f"{folder}: this drafter was made for another {word} "
                 f"({str(made_for.get(key))[:12]}, the target has {str(here[key])[:12]}); {remedy}"
             )
+    if made_for.get("adapted_from") != here.get("adapted_from"):
+        raise UserError(
+            f"{folder}: this drafter was made for {made_for.get('spec')} at revision "
+            f"{str(made_for.get('revision'))[:12]}, not {here['spec']} at {here['revision'][:12]}: "
+            f"adapting a target makes another one; {remedy}, or train a drafter for this one"
+        )
     if made_for.get("revision") != here["revision"]:
         logger.warning(
             "%s was made for revision %.12s of its target, this one is %.12s: output stays exact, "

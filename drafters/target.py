@@ -48,20 +48,12 @@ class Target(CausalLM):
         self._experts, self._experts_as_loaded = "as loaded", hf.get_experts_implementation()
         super().__init__(hf)
         self.tokenizer = tokenizer
-        self.source = source
         self.quantised = ""  # by which method its checkpoint is, and how it is read here
         self.requires_grad_(False)
         self.eval()
+        self.source = source
         self._prove(reference)
-        self._identity = {
-            "spec": source.spec,
-            "revision": source.revision,
-            "tokenizer_hash": tokenizer_hash(tokenizer),
-            "template_hash": template_hash(tokenizer),
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "num_layers": self.num_layers,
-        }
+        self.become(source)
 
     @classmethod
     def load(
@@ -105,8 +97,26 @@ class Target(CausalLM):
             out.quantised = f"{method}, {how}"
         return out
 
+    def become(self, source: Source) -> None:
+        """Goes by the name of `source`, which holds the weights as they are now."""
+        self.source = source
+        self._identity = {
+            "spec": source.spec,
+            "revision": source.revision,
+            "tokenizer_hash": tokenizer_hash(self.tokenizer),
+            "template_hash": template_hash(self.tokenizer),
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "num_layers": self.num_layers,
+        }
+        if record := getattr(self.hf.config, "adapted_from", None):
+            self._identity["adapted_from"] = record
+
     def identity(self) -> dict[str, Any]:
-        """What names this target in manifests and checkpoints."""
+        """What names this target in manifests and checkpoints.
+
+        With "adapted_from" where `train/adapt.py` made it: see there.
+        """
         return dict(self._identity)
 
     @property
@@ -191,11 +201,14 @@ class Target(CausalLM):
         given = {} if cache is None else {str(self._cache_name): cache}
         self._parts["decoder"](input_ids=tokens, use_cache=cache is not None, **given)
 
-    @torch.no_grad()
-    def read(self, batch: Batch, taps: Sequence[Tap]) -> Batch:
-        """Fills the batch's features and final state in one teacher-forced pass; returns it."""
+    def read(self, batch: Batch, taps: Sequence[Tap], grad: bool = False) -> Batch:
+        """Fills the batch's features and final state in one teacher-forced pass; returns it.
+
+        grad: they keep their graph, for adapters that are trained on the target's layers.
+        """
         step = packed_step(batch.position, batch.segment)
-        out = self(batch.tokens, step, taps) if self.trees else self._read_apart(batch, taps)
+        with torch.set_grad_enabled(grad):
+            out = self(batch.tokens, step, taps) if self.trees else self._read_apart(batch, taps)
         batch.features, batch.final = out.features, out.final
         return batch
 

@@ -30,6 +30,17 @@ def label(sampler: Sampler) -> str:
     return ", ".join(cuts)
 
 
+def adapted(target: Mapping[str, Any]) -> str:
+    """What a page says of a target, by its identity, that was adapted to its heads; else ""."""
+    record = target.get("adapted_from")
+    if record is None:
+        return ""
+    return (
+        f"Target adapted from {record['spec']} by LoRA: its outputs are not {record['spec']}'s "
+        f"(KL {record['kl']:.4f} nats a token); baseline and samples are its own."
+    )
+
+
 def assemble(
     about: Report,
     checkpoints: list[Report],
@@ -136,7 +147,7 @@ def render(template: str, report: Report, charts: Mapping[str, str]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    env.filters |= {"fixed": fixed, "interval": interval}
+    env.filters |= {"fixed": fixed, "interval": interval, "adapted": adapted}
     drawn = {name: Markup(svg) for name, svg in charts.items()}
     return env.get_template(template).render(report, plots=drawn)
 

@@ -15,6 +15,7 @@ import yaml
 
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.export import Serving, server
+from draftsmith.eval import report as pages
 from draftsmith.eval.evaluate import count_parameters
 from draftsmith.eval.provenance import provenance
 from draftsmith.train import checkpoint
@@ -82,7 +83,8 @@ def _measured(run: Path, name: str) -> dict[str, Any]:
     if lines:
         found["tokens_trained"] = checkpoint.learned(run, int(step))
     for line in lines:
-        if line["kind"] == "replay" and line["step"] == int(step):
+        own = line["kind"] == "replay" and not line.get("biased")  # on text the target wrote
+        if own and line["step"] == int(step):
             found |= {key: line[key] for key in ("k", "tau", "tau_ci", "alpha", "tau_by_k")}
     path = run / "report" / "report.json"
     if path.is_file():
@@ -107,9 +109,10 @@ def page(about: dict[str, Any]) -> str:
     back = checked["read_back"]
     sampler = about["sampler"]
     served = ", ".join(f"{key} {value}" for key, value in sampler.items()) or "not known"
+    adapted = f"{said}\n\n" if (said := pages.adapted(target)) else ""
     return f"""# {drafter["family"]} drafter for {target["spec"]}, as {name} loads it
 
-| | |
+{adapted}| | |
 |---|---|
 | target | {target["spec"]}, revision {target["revision"]} |
 | tokenizer | sha256 {target["tokenizer_hash"]} |
@@ -140,6 +143,8 @@ def _figures(measured: dict[str, Any]) -> str:
         by_k = ", ".join(f"{tau:.3f} at k = {k}" for k, tau in measured["tau_by_k"].items())
         alpha = ", ".join("-" if a is None else f"{a:.3f}" for a in measured["alpha"])
         rows += [("tau (replay, held-out prompts)", by_k), ("alpha by depth", alpha)]
+    else:
+        rows += [("acceptance", "not measured on the target's own text")]
     speedup = ", ".join(
         f"{found['predicted_speedup']:.2f}x at k = {found['best_k']} ({label})"
         for label, found in measured.get("speedup", {}).items()

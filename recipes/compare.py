@@ -205,7 +205,7 @@ def _curve(entry: Entry) -> dict[str, Any] | None:
     points = [
         (m["tokens"], m["tau"])
         for m in checkpoint.read_metrics(entry.run)
-        if m["kind"] == "replay" and m.get("tokens")
+        if m["kind"] == "replay" and m.get("tokens") and not m.get("biased")
     ]
     if len(points) < 3:
         return None

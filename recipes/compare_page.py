@@ -103,6 +103,8 @@ def write(report: Report, folder: Path) -> None:
 
 def markdown(report: Report) -> str:
     lines = [f"# Drafters for {report['target']['spec']}", "", about(report), ""]
+    if said := pages.adapted(report["target"]):
+        lines += [said, ""]
     for at in samplers(report):
         for title, columns, row in (("", COLUMNS, figures), (DIAGNOSED, DIAGNOSIS, diagnosis)):
             lines += [title, ""] if title else [f"## {at}", ""]

@@ -19,6 +19,7 @@ from draftsmith.drafters.policy import Policy, Tree
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval.evaluate import evaluate as measure
+from draftsmith.eval.report import adapted
 from draftsmith.eval.static_tree import Calibrated
 from draftsmith.recipes.static import calibrated, run_of, told
 from draftsmith.train.prompts import product_prompts
@@ -212,6 +213,8 @@ def _print(report: dict[str, Any], console: Console) -> None:
             number(parity["z_per_depth"][j], 2),
         )
     console.print(table)
+    if said := adapted(report["target"]):
+        console.print(said)
     _print_domains(report, console)
     if replay["tau_by_k"]:
         by_k = "  ".join(f"{k}: {number(tau)}" for k, tau in replay["tau_by_k"].items())

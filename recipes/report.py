@@ -135,7 +135,11 @@ def report(run: Path, settings: Settings) -> dict[str, Any]:
 
 
 def read_run(run: Path) -> tuple[Recipe, list[int]]:
-    """A run's recipe and the steps of its checkpoints. Raises UserError where it is none."""
+    """A run's recipe and the steps of its checkpoints. Raises UserError where it is none.
+
+    Of a run that adapted its target: the new target in the recipe, and the last step alone. Heads
+    of earlier steps belong to targets that nobody kept.
+    """
     path = run / "recipe.yaml"
     if not path.is_file():
         raise UserError(f"{run}: no run there (recipe.yaml is missing); give a folder of runs/")
@@ -144,6 +148,10 @@ def read_run(run: Path) -> tuple[Recipe, list[int]]:
     steps = checkpoint.steps(run)
     if not steps:
         raise UserError(f"{run}: has no checkpoint yet; train it first, or lower save_every")
+    if recipe.adapt:
+        if not (run / "target").is_dir():
+            raise UserError(f"{run}: its new target is not finished; run the same command again")
+        return recipe.model_copy(update={"target": str(run / "target")}), steps[-1:]
     return recipe, steps
 
 

@@ -27,6 +27,7 @@ from draftsmith.drafters.target import Target
 from draftsmith.eval.evaluate import count_parameters
 from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, packing, plan, recipe
+from draftsmith.train.adapt import Adaptation
 from draftsmith.train.loop import Trainer
 from draftsmith.train.lora import Lora
 from draftsmith.train.pace import Pace
@@ -137,6 +138,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 LINEAR = 4096 * 4097  # a layer of H 4096 with its bias
+BOTH_SIDES = 32 * (2 * 8192 + 2 * 5120 + 3 * 18432)  # in + out of each of Llama-3.1-8B's linears
 
 
 def block_of(inner: int, wide: int, norms: int) -> int:
@@ -149,6 +151,7 @@ def block_of(inner: int, wide: int, norms: int) -> int:
     ("name", "parameters"),
     [
         ("llama31-8b-medusa", 4 * LINEAR),
+        ("llama31-8b-medusa2", 4 * LINEAR + 32 * BOTH_SIDES),
         ("qwen3-8b-hydra", 2 * (14 * 4096**2 + 4 * 4096) + 4 * (3 * LINEAR + 32000 * 4096)),
         ("llama31-8b-eagle3", 3 * 4096**2 + block_of(14336, 2, 4) + 32000 * 4096),
         ("qwen3-8b-eagle3", 3 * 4096**2 + block_of(12288, 2, 4) + 32000 * 4096),
@@ -193,27 +196,42 @@ def test_config_is_enough(world: World, tmp_path: Path, monkeypatch: pytest.Monk
 # ---------------------------------------------------------------- against runs
 
 
-def check_flops(world: World, drafter: str) -> None:
-    """A step's work, as torch counts it, is what its planned time rests on."""
-    chosen = recipe.load(world.recipe("flops", drafter, accumulation=1, rows=2, chunk=4096))
+def flops(world: World, drafter: str, **changes: Any) -> tuple[float, float]:
+    """The work of six steps, as planned and as torch counts it."""
+    keys: dict[str, Any] = {"accumulation": 1, "rows": 2, "chunk": 4096} | changes
+    chosen = recipe.load(world.recipe("flops", drafter, **keys))
     target = Target.load(chosen.target)
     samples = Samples.open(world.samples, target, audit=0)
     chosen.folder.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(chosen, target, samples, Accelerator(cpu=True))
+    kind = Adaptation if chosen.adapt else Trainer
+    trainer = kind(chosen, target, samples, Accelerator(cpu=True))
     counted = FlopCounterMode(display=False)
     steps = 6
     with counted:
         for _ in range(steps):
             trainer._step()
     made = plan.plan(chosen)
-    work = made.seconds["training"] * steps / chosen.steps
-    assert work == pytest.approx(counted.get_total_flops(), rel=0.2)
+    return made.seconds["training"] * steps / chosen.steps, counted.get_total_flops()
+
+
+def check_flops(world: World, drafter: str) -> None:
+    """A step's work, as torch counts it, is what its planned time rests on."""
+    planned, counted = flops(world, drafter)
+    assert planned == pytest.approx(counted, rel=0.2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["eagle", "small"])
 def test_flops(world: World, drafter: str) -> None:
     check_flops(world, drafter)
+
+
+@pytest.mark.slow
+def test_flops_of_an_adapted_target(world: World) -> None:
+    """It is read twice and passed backwards: that much more work than for heads alone."""
+    planned, counted = flops(world, "medusa", adapt=2, adapt_after=0.0)
+    planned_alone, counted_alone = flops(world, "medusa")
+    assert planned / planned_alone == pytest.approx(counted / counted_alone, rel=0.1)
 
 
 def test_modules_of_their_own_are_passed_once(world: World) -> None:

@@ -24,7 +24,7 @@ from draftsmith.drafters.base import family
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
-from draftsmith.train import checkpoint, plan, recipe, storage, trackers
+from draftsmith.train import adapt, checkpoint, plan, recipe, storage, trackers
 from draftsmith.train.loop import Trainer
 from draftsmith.train.prompts import Prompt, product_prompts
 from draftsmith.train.ranks import Ranks, check_spread, launched
@@ -54,6 +54,8 @@ def train(chosen: Recipe, target: Target | None = None) -> int:
             target = target or Target.load(chosen.target, ranks.device, spread=chosen.device_map)
             # Settings the target cannot take are told now, not after an hour of sampling.
             family(chosen.drafter)(target, chosen.drafter_config())
+            if chosen.adapt:
+                adapt.check(target, chosen.adapt)
             if prompts is None:
                 samples = Samples.open(Path(str(chosen.samples)), target)
             else:
@@ -61,7 +63,8 @@ def train(chosen: Recipe, target: Target | None = None) -> int:
             ranks.meet()  # the data is ready: from here on no process waits for long
             accelerator = _accelerator(chosen)
             trackers.start(accelerator, chosen)
-            return Trainer(chosen, target, samples, accelerator).run()
+            trainer = adapt.Adaptation if chosen.adapt else Trainer
+            return trainer(chosen, target, samples, accelerator).run()
 
 
 def _check_launch(chosen: Recipe) -> None:

@@ -31,7 +31,7 @@ from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
 from draftsmith.train import trackers
-from draftsmith.train.recipe import Recipe
+from draftsmith.train.recipe import Recipe, parse
 
 # Keys that do not decide the weights: a run may go on with other values. (What the samples hold
 # is compared by content, wherever they lie.)
@@ -81,7 +81,8 @@ def _claim(recipe: Recipe) -> None:
     folder = recipe.folder
     path = folder / "recipe.yaml"
     if path.is_file() and steps(folder):
-        before = yaml.safe_load(path.read_text())
+        # Parsed, so that keys which were not known then have their defaults.
+        before = parse(yaml.safe_load(path.read_text()), str(path)).flat()
         now = recipe.flat()
         keys = sorted((before.keys() | now.keys()) - _FREE)
         differ = [key for key in keys if before.get(key) != now.get(key)]
@@ -114,12 +115,17 @@ def save(
     scratch.mkdir()
     base.save(drafter, scratch, weights)
     torch.save(state | {"step": step, "rng": rng_state()}, scratch / "state.pt")
+    publish(scratch, place)
+    return place
+
+
+def publish(scratch: Path, place: Path) -> None:
+    """Renames a folder of files once all of it is on disk: its name stands for the whole."""
     for file in scratch.iterdir():
         _flush(file)
     _flush(scratch)
     os.replace(scratch, place)
-    _flush(folder)
-    return place
+    _flush(place.parent)
 
 
 def mark_best(folder: Path, step: int) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from torch import nn
 from transformers import get_cosine_schedule_with_warmup
 
 from draftsmith.drafters import base
@@ -75,6 +76,7 @@ class Trainer:
         # A row that serves every depth already stands at depth 0, unless depths are multiplied.
         chained = any(LOSSES[loss].chained for loss in recipe.losses)
         self.depths = 1 if cls.rows_shared and not chained else recipe.depths
+        self.learner: nn.Module = self.drafter  # all that has gradients
         self.trained = [p for p in self.drafter.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self.trained, lr=recipe.lr, betas=(0.9, 0.95), weight_decay=recipe.weight_decay
@@ -218,11 +220,11 @@ class Trainer:
             parameter.grad = summed(accelerator, parameter.grad)
         self.still = watch.still(self.still, self.drafter)
         if self._logs(self.step + 1):
-            self.norms = watch.gradient_norms(self.drafter)
+            self.norms = watch.gradient_norms(self.learner)
         whole = torch.nn.utils.get_total_norm([p.grad for p in self.trained if p.grad is not None])
         norm = whole.item()
         if not math.isfinite(norm):  # told before clipping spreads it over every gradient
-            watch.check_finite(self.step + 1, watch.gradients(self.drafter))
+            watch.check_finite(self.step + 1, watch.gradients(self.learner))
         torch.nn.utils.clip_grads_with_norm_(self.trained, recipe.clip, whole)
         self.optimizer.step()
         self.schedule.step()
@@ -258,15 +260,8 @@ class Trainer:
         """Replays the held-out conversations, and points `best` at the best checkpoint so far."""
         recipe = self.recipe
         self.drafter.eval()
-        batches = []
         with self.accelerator.autocast():
-            for i in range(0, len(self.heldout), 4):
-                rows = [[index] for index in self.heldout[i : i + 4]]
-                batch = collate(self.samples, rows, self.target.max_positions)
-                batches.append(
-                    self.target.read(batch.to(self.accelerator.device), self.drafter.taps)
-                )
-            found = replay(self.drafter, batches, recipe.k, recipe.seed)
+            found = replay(self.drafter, self._read_heldout(), recipe.k, recipe.seed)
         result = found[recipe.k]
         self.tau = result.tau
         biased = " (biased: not the target's own)" if result.biased else ""
@@ -287,6 +282,15 @@ class Trainer:
             biased=result.biased,
         )
         self._mark_best()
+
+    def _read_heldout(self) -> list[Batch]:
+        """The held-out conversations, read by the target."""
+        batches = []
+        for i in range(0, len(self.heldout), 4):
+            rows = [[index] for index in self.heldout[i : i + 4]]
+            batch = collate(self.samples, rows, self.target.max_positions)
+            batches.append(self.target.read(batch.to(self.accelerator.device), self.drafter.taps))
+        return batches
 
     def _log(self, norm: float, speed: float) -> None:
         window, self.window = self.window, Sums.zero(self.depths)
@@ -318,7 +322,11 @@ class Trainer:
             return
         weights = self.lora.merged() if self.lora else self.drafter.weights()
         watch.check_finite(self.step, weights.items())
-        state = {
+        checkpoint.save(self.recipe.folder, self.step, self.drafter, weights, self._state())
+
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the drafter."""
+        return {
             "samples": self.samples.manifest["content_hash"],
             "batch": self.batch,
             "cursor": asdict(self.cursor),
@@ -331,7 +339,6 @@ class Trainer:
             "window": asdict(self.window),
             "lora": self.lora.state() if self.lora else None,
         }
-        checkpoint.save(self.recipe.folder, self.step, self.drafter, weights, state)
 
     def _resume(self) -> bool:
         """Loads the last checkpoint; False when there is none."""
@@ -351,6 +358,12 @@ class Trainer:
                 f"{self.recipe.samples or 'those in it'}; give the same ones, or another name"
             )
         self.drafter.to(self.accelerator.device)
+        self._restore(state)
+        self._say(f"resuming {folder} at step {self.step}, {self.batch} rows a step as it began")
+        return True
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        """Takes what `_state` gave."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         self.batch = state.get("batch", self.batch)  # not in checkpoints of earlier versions
@@ -362,8 +375,6 @@ class Trainer:
         self.running = Running(**state["running"])
         self.still = set(state["still"])
         self.window = Sums(**state["window"])
-        self._say(f"resuming {folder} at step {self.step}, {self.batch} rows a step as it began")
-        return True
 
     def _check_replicas(self) -> None:
         """Raises UserError unless all processes begin alike: on a disk that nodes do not share, one

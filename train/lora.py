@@ -27,15 +27,9 @@ class Lora:
     def __init__(self, drafter: Drafter, rank: int) -> None:
         self.drafter = drafter
         self.stored = list(drafter.weights())  # names, before peft renames what it wraps
-        from peft import LoraConfig, inject_adapter_in_model  # slow to import, and rarely needed
-
         adapted = linears(drafter)
-        widest = max(min(m.in_features, m.out_features) for m in adapted.values())
-        if rank > widest:
-            raise UserError(f"lora: {rank} is above {widest}, the widest layer's rank; lower it")
-        drafter.requires_grad_(False)
-        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(adapted))
-        inject_adapter_in_model(config, drafter)
+        check_rank("lora", adapted, rank)
+        inject(drafter, adapted, rank)
 
     def state(self) -> dict[str, Tensor]:
         """The adapters."""
@@ -65,6 +59,22 @@ class Lora:
                     f"{path}: its {name} is not what these adapters make of the weights that the "
                     "run starts from; put the start that it began with back"
                 )
+
+
+def check_rank(key: str, adapted: Mapping[str, nn.Linear], rank: int) -> None:
+    """Raises UserError where none of the layers has that rank; key: the recipe's."""
+    widest = max(min(m.in_features, m.out_features) for m in adapted.values())
+    if rank > widest:
+        raise UserError(f"{key}: {rank} is above {widest}, the widest layer's rank; lower it")
+
+
+def inject(module: nn.Module, adapted: Mapping[str, nn.Linear], rank: int) -> None:
+    """Puts adapters on those linears of a module, by name, and freezes all else in it."""
+    from peft import LoraConfig, inject_adapter_in_model  # slow to import, and rarely needed
+
+    module.requires_grad_(False)
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(adapted))
+    inject_adapter_in_model(config, module)
 
 
 def linears(drafter: Drafter) -> dict[str, nn.Linear]:

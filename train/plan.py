@@ -26,7 +26,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.layers import SelfAttention
 from draftsmith.drafters.source import resolve
 from draftsmith.eval.replay import ROWS
-from draftsmith.train import checkpoint, storage
+from draftsmith.train import adapt, checkpoint, storage
 from draftsmith.train.lora import linears
 from draftsmith.train.pace import Pace
 from draftsmith.train.packing import Stream
@@ -95,6 +95,10 @@ class Outline:
             self.target = CausalLM(AutoModelForCausalLM.from_config(self.config))
             self.target.requires_grad_(False)
             self.drafter, self.trained = _drafter(recipe, self.target)
+        self.adapted = list(adapt.linears(self.target).values()) if recipe.adapt else []
+        self.trained += sum(
+            (recipe.adapt or 0) * (m.in_features + m.out_features) for m in self.adapted
+        )
         head = self.target.lm_head.weight
         self.target_size = _count(self.target)
         embeddings = {id(p): p.numel() for p in (head, self.target.embedding.weight)}
@@ -138,7 +142,7 @@ def plan(recipe: Recipe, timed: bool = True) -> Plan:
         outline.target_size,
         outline.trained,
         _memory(recipe, outline, texts, device),
-        _disk(recipe, outline, texts),
+        _disk(recipe, outline, texts, device),
         {
             "prompts": texts.tokens - texts.made,
             "answers": texts.made,
@@ -277,14 +281,19 @@ def _memory(recipe: Recipe, outline: Outline, texts: Texts, device: torch.device
     training = _logits(rows // depths, rows, V, Vd)
     replayed = min(ROWS // recipe.k, REPLAYED * texts.made // len(texts.lengths))
     replay = _logits(replayed, replayed if shared else replayed * recipe.k, V, Vd)
+    laws = 7 * (recipe.chunk // depths) * V if outline.adapted else 0  # of both targets at a time
     parts = {
         "target weights": outline.target_size * _dtype(outline, device).itemsize,
         "drafter weights": FP32 * trained,
         "gradients": FP32 * trained,
         "optimizer states": 2 * FP32 * trained,
         "features and activations": FP32 * (tokens * H * (taps + 4) + acts),
-        "logits of one chunk": FP32 * max(training, replay),
+        "logits of one chunk": FP32 * max(training, replay, laws),
     }
+    if outline.adapted:  # inputs and outputs of its linears, and half as much again, as above
+        sizes = sum(m.in_features + m.out_features for m in outline.adapted)
+        kept = tokens * 3 * sizes // 2
+        parts["activations of the target"] = kept * _dtype(outline, device).itemsize
     if device.type == "cpu":
         parts = {"program and libraries": psutil.Process().memory_info().rss} | parts
     return parts
@@ -296,11 +305,13 @@ def _logits(m: int, n: int, V: int, Vd: int) -> int:
     return 3 * m * V + 11 * n * Vd // 2
 
 
-def _disk(recipe: Recipe, outline: Outline, texts: Texts) -> dict[str, int]:
+def _disk(recipe: Recipe, outline: Outline, texts: Texts, device: torch.device) -> dict[str, int]:
     # fp32 weights and two moments in each checkpoint
     parts = {"checkpoints": _checkpoints(recipe) * 3 * FP32 * outline.trained}
     if not texts.drawn:
         parts["samples"] = storage.size(len(texts.lengths), texts.tokens)
+    if recipe.adapt:
+        parts["new target"] = outline.target_size * _dtype(outline, device).itemsize
     return parts
 
 
@@ -348,7 +359,11 @@ def _pass(
     passes = 3 if backward else 1  # forward, and the gradients of inputs and of weights
     of_head = passes - (backward and not outline.head_trained)
     scores = 4 * length * H  # of a token in one layer's attention
+    reads = 1.0  # the target's forward, without and with adapters, and the gradient of its states
+    if outline.adapted:
+        reads += 2 * (1 - recipe.adapt_after) if backward else 2
     work = tokens * (2 * outline.target_body + scores * target.num_layers) + 2 * V * H * compared
+    work *= reads
     body = 2 * outline.uses(depths) * outline.drafter_body
     if outline.anchors_only:  # and what most weights read is frozen: no gradient goes through them
         work += (passes - backward) * compared * body

@@ -55,6 +55,10 @@ class Recipe(BaseModel):
     k: int = Field(default=4, ge=1)  # draft length at which replay tau chooses the checkpoint
     start: str | None = None  # a drafter folder, ours or foreign, whose weights the run starts from
     lora: int | None = Field(default=None, ge=1)  # rank: train adapters of that drafter only
+    adapt: int | None = Field(default=None, ge=1)  # rank: LoRA on the target: a new one, RUN/target
+    adapt_lr: float = Field(default=2.5e-4, gt=0)  # of its adapters; the drafter's is lr
+    adapt_after: float = Field(default=0.25, ge=0, lt=1)  # share of the steps: the drafter alone
+    adapt_weight: float = Field(default=0.2, ge=0)  # of the drafter's loss in the target, beside KL
     loss: str | list[str] = "kl"  # of train/objective.py; a list is gone through as alpha_0 grows
     switch_alpha: list[float] = Field(default_factory=list)  # alpha_0 that ends each loss but one
     eta: float = Field(default=3.0, ge=0)  # lk: KL's share is exp(-eta * alpha)
@@ -196,9 +200,29 @@ def parse(raw: dict[str, Any], where: str) -> Recipe:
     try:
         _ = recipe.sampler
         _check_objective(recipe)
+        _check_adapt(recipe)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     return recipe
+
+
+def _check_adapt(recipe: Recipe) -> None:
+    """Raises UserError for a target that cannot be adapted together with this drafter."""
+    if not recipe.adapt:
+        return
+    if recipe.drafter != "medusa":
+        raise UserError(
+            f"adapt: trains a target with Medusa heads (Medusa-2), not with {recipe.drafter}; take "
+            "drafter: medusa, or leave adapt out"
+        )
+    if recipe.device_map:
+        raise UserError("adapt: trains the target on one device; leave device_map out")
+    if recipe.lora:
+        raise UserError("adapt: lora would freeze the heads that it needs; leave one of them out")
+    if recipe.per != "token":
+        raise UserError("adapt: weighs the target's tokens, not its texts; leave per out")
+    if recipe.patience:
+        raise UserError("adapt: the new target is the last step's; leave patience out")
 
 
 def _check_objective(recipe: Recipe) -> None:

@@ -33,9 +33,9 @@ def inputs(drafter: Drafter, batch: Batch) -> Iterator[tuple[str, Tensor]]:
     yield "the loss", torch.tensor(float("nan"))
 
 
-def gradients(drafter: Drafter) -> Iterator[tuple[str, Tensor]]:
+def gradients(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Gradients whose norm is not finite, from the head down, as they were computed."""
-    for name, parameter in reversed(list(drafter.named_parameters())):
+    for name, parameter in reversed(list(module.named_parameters())):
         if parameter.grad is not None:
             yield f"the gradient of {name}", parameter.grad
     yield "the norm of the gradient", torch.tensor(float("inf"))

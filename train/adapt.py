@@ -1,0 +1,359 @@
+"""Medusa-2: a target is adapted to its Medusa heads, and is a new target from then on.
+
+(Cai et al. 2024, arXiv 2401.10774, sections 2.2.2 and 2.3.2.) LoRA adapters on the linears of the
+target's decoder layers are trained together with the heads. What reaches them is the slope of
+
+    KL(old target || adapted target) + adapt_weight * the heads' loss
+
+summed over the tokens that the old target made. The old target is the same weights with the
+adapters switched off: there is no second copy. The heads learn the adapted target's own law,
+detached, so that their loss moves the state they read and never the law they are compared with.
+They begin alone (adapt_after), at a rate of their own: a target that follows untrained heads is
+spoilt for nothing.
+
+The run ends with RUN/target, an ordinary model folder with the adapters merged, and its best
+checkpoint is that of its heads. Nothing of the old target holds for the new one: samples are
+refused (the revision differs), `report` and `eval` draw its own. What it was adapted from, and how
+far it moved, stands in its config.json as "adapted_from".
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.causal_lm import CausalLM
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.source import Source, resolve
+from draftsmith.drafters.target import Target
+from draftsmith.train import checkpoint, watch
+from draftsmith.train.loop import Trainer
+from draftsmith.train.lora import check_rank, inject
+from draftsmith.train.objective import backward
+from draftsmith.train.recipe import Recipe
+from draftsmith.train.samples import Samples
+from draftsmith.train.weights import Sums
+
+
+def check(target: Target, rank: int) -> None:
+    """Raises UserError for a target that cannot take such adapters, or not be stored with them."""
+    spec = target.source.spec
+    if getattr(target.hf.config, "quantization_config", None):
+        raise UserError(
+            f"adapt: the weights of target {spec} are quantised, and adapters cannot be merged "
+            "into them; name a checkpoint that is not"
+        )
+    adapted = linears(target)
+    if not adapted:
+        raise UserError(f"adapt: target {spec} has no linear layers to adapt; leave adapt out")
+    check_rank("adapt", adapted, rank)
+    with tempfile.TemporaryDirectory() as folder:
+        try:  # told now, not when all is trained
+            target.hf.generation_config.save_pretrained(folder)
+        except ValueError as error:
+            line = " ".join(str(error).split())[:200]
+            raise UserError(
+                f"adapt: transformers refuses to store {spec}'s generation_config.json ({line}); "
+                "correct it in a local copy"
+            ) from None
+
+
+def linears(target: CausalLM) -> dict[str, nn.Linear]:
+    """What adapters go on, by name: every linear of the decoder layers, so never the lm_head."""
+    inside = {id(module) for module in target.layers.modules()}
+    named = target.hf.named_modules()
+    return {n: m for n, m in named if isinstance(m, nn.Linear) and id(m) in inside}
+
+
+class Adapters:
+    """LoRA on a target's linears, in fp32, all else in it frozen."""
+
+    def __init__(self, target: Target, rank: int) -> None:
+        self.hf = target.hf
+        names = linears(target)
+        inject(self.hf, names, rank)
+        self.layers: dict[str, Any] = {name: self.hf.get_submodule(name) for name in names}
+        self.weights = {n: p for n, p in self.hf.named_parameters() if p.requires_grad}
+        for parameter in self.weights.values():
+            parameter.data = parameter.data.float()
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Within it, the target is the old one."""
+        for layer in self.layers.values():
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for layer in self.layers.values():
+                layer.enable_adapters(True)
+
+    def state(self) -> dict[str, Tensor]:
+        return {name: p.detach().cpu() for name, p in self.weights.items()}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Takes adapters that `state` gave."""
+        for name, tensor in state.items():
+            self.weights[name].copy_(tensor)
+
+    def merge(self) -> None:
+        """Adds them to the weights for good: the target is a plain model again."""
+        for name, layer in self.layers.items():
+            layer.merge()
+            parent, _, child = name.rpartition(".")
+            setattr(self.hf.get_submodule(parent), child, layer.get_base_layer())
+
+
+def judged(batch: Batch) -> Tensor:
+    """(B, T) bool: positions whose next token the target made."""
+    same = batch.segment[:, 1:] == batch.segment[:, :-1]
+    return F.pad(batch.made[:, 1:] & same, (0, 1))
+
+
+def divergence(
+    target: CausalLM, old: Tensor, new: Tensor, where: Tensor, rows: int
+) -> tuple[float, Tensor]:
+    """Sum of KL(old law || new law) in nats at temperature 1, and its slope (B, T, H) in `new`.
+
+    old, new (B, T, H): pre-norm states; where (B, T): the positions that count; rows: those whose
+    logits are alive at a time. The slope in the logits is q - p as such: it is 0, bit for bit,
+    where nothing has moved, and AdamW has no rounding to blow up.
+    """
+    total, slope = 0.0, torch.zeros_like(new)
+    for at in where.nonzero().split(rows):
+        r, t = at.unbind(1)  # (n,)
+        with torch.no_grad():
+            before = torch.log_softmax(target.head(old[r, t]).float(), dim=-1)  # (n, V)
+        with torch.enable_grad():
+            leaf = new[r, t].detach().requires_grad_()  # (n, H)
+            logits = target.head(leaf)
+        after = torch.log_softmax(logits.detach().float(), dim=-1)
+        p, q = before.exp(), after.exp()
+        total += float((p * before.sub_(after)).sum())
+        logits.backward(q.sub_(p).to(logits.dtype))
+        assert leaf.grad is not None
+        slope[r, t] = leaf.grad
+    return total, slope
+
+
+class Adaptation(Trainer):
+    """One run that makes a new target, with its heads. `target` is changed in place."""
+
+    def __init__(
+        self, recipe: Recipe, target: Target, samples: Samples, accelerator: Accelerator
+    ) -> None:
+        super().__init__(recipe, target, samples, accelerator)
+        self.old = target.identity()
+        self.adapters = Adapters(target, recipe.adapt or 0)
+        self.first = int(recipe.adapt_after * recipe.steps)  # step that begins to adapt
+        self.heads = self.trained
+        self.trained = [*self.heads, *self.adapters.weights.values()]
+        self.learner = nn.ModuleDict({"heads": self.drafter, "target": target.hf})
+        groups = [
+            {"params": self.heads, "lr": recipe.lr},
+            {"params": list(self.adapters.weights.values()), "lr": recipe.adapt_lr},
+        ]
+        self.optimizer = torch.optim.AdamW(
+            groups, betas=(0.9, 0.95), weight_decay=recipe.weight_decay
+        )
+        shares = [_cosine(first, recipe) for first in (0, self.first)]
+        self.schedule = LambdaLR(self.optimizer, shares)
+        self.drift = {"kl": 0.0, "kl_tokens": 0}
+        self.place = recipe.folder / "target"
+        self.scratch = recipe.folder / ".writing-target"
+        samples.foreign = True  # they are the old target's: replay on them is biased
+        target.become(Source(str(self.place), str(self.place), "unfinished", "folder"))
+
+    @property
+    def _rows(self) -> int:
+        """Positions whose laws are alive at a time: as many as a chunk of the heads' rows has."""
+        return max(1, self.recipe.chunk // self.depths)
+
+    def _step(self) -> tuple[Sums, float]:
+        adapters = self.adapters.weights.values() if self.step >= self.first else ()
+        self.trained = [*self.heads, *adapters]
+        return super()._step()
+
+    def _micro(self, batch: Batch, total: float) -> Sums:
+        """Adds the gradients of heads and adapters; `total` divides both losses, as a token's KL
+        stands beside the sum of its depths' losses in the paper.
+
+        adapt_weight scales what the heads' loss does to the target. Their own gradients keep their
+        size: AdamW would divide the factor out, but for a jolt where the adapters join.
+        """
+        if self.step < self.first:
+            return super()._micro(batch, total)
+        recipe, target = self.recipe, self.target
+        self.drafter.train()
+        with self.accelerator.autocast():
+            with self.adapters.off():
+                old = target.read(batch, ()).final  # (B, T, H)
+            target.read(batch, self.drafter.taps, grad=True)
+            new, normed = batch.final, batch.features["normed"]
+            assert old is not None and new is not None
+            batch.final = new.detach()
+            leaf = batch.features["normed"] = normed.detach().requires_grad_()
+            sums = backward(
+                self.drafter, batch, self.depths, self.objective, total, recipe.chunk, self.running
+            )
+            _, slope = divergence(target, old, new, judged(batch), self._rows)
+        if not math.isfinite(sums.loss):
+            watch.check_finite(self.step + 1, watch.inputs(self.drafter, batch))
+        pull = torch.zeros_like(normed) if leaf.grad is None else leaf.grad
+        torch.autograd.backward([new, normed], [slope / total, recipe.adapt_weight * pull])
+        return sums
+
+    # ------------------------------------------------------------ how far the target moved
+
+    def _drift(self, merge: bool = False) -> dict[str, Any]:
+        """Mean KL of the new target from the old one on the held-out tokens.
+
+        merge: the adapters are merged in between, and the weights as they are stored are measured.
+        """
+        with self.accelerator.autocast():
+            with self.adapters.off():
+                old = [batch.final for batch in self._read_heldout()]
+            if merge:
+                self.adapters.merge()
+            total, tokens = 0.0, 0
+            for before, batch in zip(old, self._read_heldout(), strict=True):
+                assert before is not None and batch.final is not None
+                where = judged(batch)
+                total += divergence(self.target, before, batch.final, where, self._rows)[0]
+                tokens += int(where.sum())
+        return {"kl": total / max(tokens, 1), "kl_tokens": tokens}
+
+    def _evaluate(self) -> None:
+        super()._evaluate()
+        if self.step <= self.first:
+            return
+        if self.step < self.recipe.steps:
+            self.drift = self._drift()
+        self._say(
+            f"step {self.step}: the target has moved {self.drift['kl']:.4f} nats a token "
+            f"(KL on {self.drift['kl_tokens']:,} held-out tokens)"
+        )
+        self._write(kind="drift", **self.drift)
+
+    def _best(self) -> dict[str, Any] | None:
+        """The last step's: the highest tau would be that of the target that gave most away."""
+        return next((m for m in self._replays() if m["step"] == self.recipe.steps), None)
+
+    def _best_line(self) -> str:
+        run = self.recipe.folder
+        return (
+            f"the new target is {self.place}, {self.drift['kl']:.4f} nats a token from "
+            f"{self.old['spec']}, its heads are {run}/best; `draftsmith report {run}` lets it "
+            "write text of its own and measures them on that"
+        )
+
+    # ------------------------------------------------------------ the new target on disk
+
+    def _state(self) -> dict[str, Any]:
+        return super()._state() | {"adapters": self.adapters.state()}
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        super()._restore(state)
+        self.adapters.load(state["adapters"])
+
+    def _resume(self) -> bool:
+        resumed = super()._resume()
+        if resumed and self.step == self.recipe.steps:
+            if self.accelerator.is_main_process and self.scratch.exists():
+                # Killed between the last checkpoint and this: it was whole by then.
+                checkpoint.publish(self.scratch, self.place)
+            self._finish()
+            self._publish()
+        return resumed
+
+    def _save(self) -> None:
+        watch.check_finite(self.step, self.adapters.weights.items())
+        if self.step == self.recipe.steps:
+            self._finish()
+        super()._save()
+        if self.step == self.recipe.steps:
+            self._publish()
+
+    def _finish(self) -> None:
+        """Merges the adapters and writes the new target beside its place, unless it is there."""
+        self.drift = self._drift(merge=True)
+        hf, tokenizer = self.target.hf, self.target.tokenizer
+        hf.config.adapted_from = {
+            "spec": self.old["spec"],
+            "revision": self.old["revision"],
+            "rank": self.recipe.adapt,
+            "steps": self.step,
+            "heads_alone": self.first,
+            "tokens": self.tokens,
+            "samples": self.samples.manifest["content_hash"],
+            **self.drift,
+        }
+        if not self.accelerator.is_main_process:
+            return
+        if not self.place.exists():
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            try:
+                hf.save_pretrained(self.scratch)
+                tokenizer.save_pretrained(self.scratch)
+            except (OSError, SafetensorError) as error:
+                raise UserError(
+                    f"{self.place}: cannot be written ({' '.join(str(error).split())[:200]}); the "
+                    "last checkpoint is intact: make room, and run the same command again"
+                ) from None
+        stored = self.place if self.place.exists() else self.scratch
+        revision = resolve(str(stored.absolute())).revision
+        self.target.become(Source(str(self.place), str(self.place), revision, "folder"))
+
+    def _publish(self) -> None:
+        if self.accelerator.is_main_process and not self.place.exists():
+            checkpoint.publish(self.scratch, self.place)
+
+    def _start_log(self, resumed: bool) -> None:
+        super()._start_log(resumed)
+        adapters = sum(p.numel() for p in self.adapters.weights.values())
+        self._say(
+            f"adapting {self.old['spec']} by LoRA of rank {self.recipe.adapt} ({adapters:,} of "
+            f"those weights) from step {self.first} on; the new target will be {self.place}"
+        )
+        if self.step == self.recipe.steps:
+            return
+        if self.place.exists():
+            raise UserError(
+                f"{self.place}: is there already, and this run has not made it yet; move it away"
+            )
+        need = sum(p.numel() * p.itemsize for p in self.target.hf.parameters())
+        free = shutil.disk_usage(self.recipe.folder).free
+        if free < need:
+            raise UserError(
+                f"{self.place}: needs {need / 2**20:.0f} MiB, the disk has {free / 2**20:.0f}; "
+                "free some"
+            )
+
+
+def _cosine(first: int, recipe: Recipe) -> Callable[[int], float]:
+    """Share of the full rate: none before step `first`, a linear warmup, a cosine to the end."""
+    steps = recipe.steps - first
+    warmup = int(recipe.warmup * steps)
+
+    def share(step: int) -> float:
+        done = step - first
+        if done < 0:
+            return 0.0
+        if done < warmup:
+            return done / warmup
+        return 0.5 * (1 + math.cos(math.pi * (done - warmup) / max(1, steps - warmup)))
+
+    return share

@@ -1,9 +1,9 @@
 """The training loop: samples -> drafter, resumable bit for bit on CPU.
 
-The target is frozen and runs inside the step (no feature cache). Gradients of all micro-batches
-and processes are sums over one global denominator, reduced once a step: nothing depends on how
-the global batch was cut. The best checkpoint is the one with the highest replay tau on held-out
-conversations, never the one with the lowest loss.
+The target is frozen, and runs inside the step unless its states are cached (features.py). Gradients
+of all micro-batches and processes are sums over one global denominator, reduced once a step:
+nothing depends on how the global batch was cut. The best checkpoint is the one with the highest
+replay tau on held-out conversations, never the one with the lowest loss.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from draftsmith.eval.provenance import provenance
 from draftsmith.eval.replay import replay
 from draftsmith.train import checkpoint, trackers, watch
 from draftsmith.train.checkpoint import Metrics, read_metrics
+from draftsmith.train.features import FeatureCache
 from draftsmith.train.lora import Lora
 from draftsmith.train.objective import LOSSES, Objective, backward, denominator
 from draftsmith.train.packing import Cursor, Stream, collate
@@ -80,6 +81,7 @@ class Trainer:
         self.schedule = get_cosine_schedule_with_warmup(self.optimizer, warmup, recipe.steps)
         self.stream = Stream(samples, self.learn, recipe.length, recipe.seed)
         self.cursor = Cursor()
+        self.features: FeatureCache | None = None  # None: the target runs in the step
         self.step = 0
         self.tokens = 0  # positions learned from so far
         self.tau = float("nan")  # the last replay's
@@ -106,6 +108,8 @@ class Trainer:
         if (self.step >= recipe.steps and self._replayed()) or (resumed and self._ended()):
             self._say(f"{recipe.folder} is finished; {self._best_line()}")
             return 0
+        if recipe.feature_cache:
+            self._cache_features()  # SIGTERM may end it: it goes on at the next shard
         before = signal.signal(signal.SIGTERM, self._on_sigterm)
         try:
             return self._train(resumed)
@@ -140,6 +144,12 @@ class Trainer:
         self._say(f"{recipe.folder} is finished; {self._best_line()}")
         self.accelerator.end_training()
         return 0
+
+    def _cache_features(self) -> None:
+        precision = self.accelerator.mixed_precision
+        taps = self.drafter.taps
+        self.features = FeatureCache(self.recipe, self.target, self.samples, taps, precision)
+        self.features.prepare(self.accelerator)
 
     def _due(self) -> bool:
         """Whether this step gets a checkpoint and a replay."""
@@ -189,10 +199,8 @@ class Trainer:
         count = recipe.rows * recipe.accumulation * accelerator.num_processes
         rows, self.cursor = self.stream.take(self.cursor, count)
         mine = rows[accelerator.process_index :: accelerator.num_processes]
-        batches = [
-            collate(self.samples, mine[i : i + recipe.rows], recipe.length)
-            for i in range(0, len(mine), recipe.rows)
-        ]
+        parts = [mine[i : i + recipe.rows] for i in range(0, len(mine), recipe.rows)]
+        batches = [collate(self.samples, part, recipe.length) for part in parts]
         # Learned positions, and the denominator of the whole global batch.
         local = torch.tensor(
             [sum(denominator(b, self.depths, self.objective) for b in batches),
@@ -202,8 +210,8 @@ class Trainer:
         total, learned = accelerator.reduce(local, reduction="sum").tolist()
         self.optimizer.zero_grad(set_to_none=True)
         sums = Sums.zero(self.depths)
-        for batch in batches:
-            sums.add(self._micro(batch.to(accelerator.device), max(total, 1.0)))
+        for batch, part in zip(batches, parts, strict=True):
+            sums.add(self._micro(batch.to(accelerator.device), part, max(total, 1.0)))
         if accelerator.num_processes > 1:
             sums = sums.reduced(accelerator)
         for parameter in self.trained:
@@ -232,10 +240,13 @@ class Trainer:
             self._write(kind="switch", loss=self.objective.loss)
         return sums, norm
 
-    def _micro(self, batch: Batch, total: float) -> Sums:
+    def _micro(self, batch: Batch, rows: list[list[int]], total: float) -> Sums:
         self.drafter.train()
         with self.accelerator.autocast():
-            self.target.read(batch, self.drafter.taps)
+            if self.features:
+                self.features.fill(batch, rows)
+            else:
+                self.target.read(batch, self.drafter.taps)
             sums = backward(
                 self.drafter,
                 batch,

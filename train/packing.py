@@ -29,6 +29,12 @@ class Cursor:
     row: int = 0
 
 
+def teaching(samples: Samples, length: int) -> list[int]:
+    """Samples that hold a target-made token within their first `length`."""
+    held = samples.first_made < samples.lengths.clamp(max=length)
+    return held.nonzero().flatten().tolist()
+
+
 class Stream:
     """Endless rows of sample indices, each row's samples together at most `length` tokens.
 

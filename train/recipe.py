@@ -7,6 +7,7 @@ common ones; an unknown key is an error that names near ones.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -28,7 +29,16 @@ def _listed(value: Any) -> Any:
     return [] if value == "none" else [value] if isinstance(value, str) else value
 
 
+def _bytes(value: Any) -> Any:
+    """20GB as 20000000000; whatever is no such text is left to pydantic."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)B", str(value), re.IGNORECASE)
+    if not found:
+        return value
+    return int(float(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " "))
+
+
 Trackers = Annotated[list[Literal["wandb", "tensorboard"]], BeforeValidator(_listed)]
+Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1)]
 
 
 class Recipe(BaseModel):
@@ -72,6 +82,8 @@ class Recipe(BaseModel):
     weight_decay: float = Field(default=0.0, ge=0)
     clip: float = Field(default=1.0, gt=0)
     chunk: int = Field(default=1024, ge=1)  # (anchor, depth) rows whose logits are alive at a time
+    feature_cache: Bytes | None = None  # 20GB: keep the target's states on disk, at most so many
+    feature_dtype: Literal["bfloat16"] | None = None  # of those; None: as the target computes them
     save_every: int = Field(default=100, ge=1)  # steps between checkpoints, each one replayed
     patience: int = Field(default=0, ge=0)  # replays without a new best that end a run; 0: never
     log_every: int = Field(default=10, ge=1)
@@ -192,6 +204,8 @@ def parse(raw: dict[str, Any], where: str) -> Recipe:
     try:
         _ = recipe.sampler
         _check_objective(recipe)
+        if recipe.feature_dtype and recipe.feature_cache is None:
+            raise UserError("feature_dtype: no states are cached; set feature_cache too")
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     return recipe

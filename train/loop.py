@@ -34,7 +34,7 @@ from draftsmith.train.checkpoint import Metrics, read_metrics
 from draftsmith.train.features import FeatureCache
 from draftsmith.train.lora import Lora
 from draftsmith.train.objective import LOSSES, Objective, backward, denominator
-from draftsmith.train.packing import Cursor, Stream, collate
+from draftsmith.train.packing import Cursor, Stream, alone, collate
 from draftsmith.train.prior import token_counts
 from draftsmith.train.progress import ProgressLine
 from draftsmith.train.recipe import Recipe
@@ -266,8 +266,7 @@ class Trainer:
         self.drafter.eval()
         batches = []
         with self.accelerator.autocast():
-            for i in range(0, len(self.heldout), 4):
-                rows = [[index] for index in self.heldout[i : i + 4]]
+            for rows in alone(self.samples, self.heldout, 4):
                 batch = collate(self.samples, rows, self.target.max_positions)
                 batches.append(
                     self.target.read(batch.to(self.accelerator.device), self.drafter.taps)

@@ -105,7 +105,9 @@ def test_eagle1_trains(world: World) -> None:
     assert losses[-1] < 0.95 * losses[0]
 
 
-def test_the_best_checkpoint_serves_what_was_measured(world: World) -> None:
+def test_the_best_checkpoint_serves_what_was_measured(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`best` loads as a drafter, and replays to the tau that chose it."""
     run = trained(world, "long-eagle", steps=24, save_every=8)
     target = Target.load(str(world.target))
@@ -116,6 +118,10 @@ def test_the_best_checkpoint_serves_what_was_measured(world: World) -> None:
     trainer._evaluate()
     taus = [m["tau"] for m in metrics(run) if m["kind"] == "replay" and m["step"]]
     assert trainer.tau == max(taus)
+    # However they are batched: as given, one at a time.
+    monkeypatch.setattr(loop, "alone", lambda samples, indices, size: [[[i]] for i in indices])
+    trainer._evaluate()
+    assert trainer.tau == pytest.approx(max(taus), rel=1e-6)
 
 
 def _accelerator() -> Any:

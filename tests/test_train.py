@@ -29,7 +29,7 @@ from draftsmith.drafters.target import Target
 from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, loop
 from draftsmith.train.loop import Trainer
-from draftsmith.train.packing import Cursor
+from draftsmith.train.packing import Cursor, Stream
 from training import World, differences, metrics
 
 STEPS = 9
@@ -122,6 +122,31 @@ def test_the_best_checkpoint_serves_what_was_measured(
     monkeypatch.setattr(loop, "alone", lambda samples, indices, size: [[[i]] for i in indices])
     trainer._evaluate()
     assert trainer.tau == pytest.approx(max(taus), rel=1e-6)
+
+
+def test_rows_of_a_step_are_alike_in_a_micro_batch(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Less padding, the same losses and tau to rounding as in the order of the stream."""
+    collate, widths = loop.collate, []
+
+    def counted(samples: Any, rows: list[list[int]], length: int) -> Any:
+        batch = collate(samples, rows, length)
+        widths.append((int((batch.segment >= 0).sum()), batch.segment.numel()))
+        return batch
+
+    def run(name: str) -> tuple[float, list[float]]:
+        widths.clear()
+        log = metrics(trained(world, name, accumulation=4, steps=4, log_every=1, save_every=4))
+        padded = 1 - sum(real for real, _ in widths) / sum(size for _, size in widths)
+        return padded, [m.get("loss", m.get("tau")) for m in log]
+
+    monkeypatch.setattr(loop, "collate", counted)
+    alike, losses = run("alike")
+    monkeypatch.setattr(Stream, "tokens", lambda self, row: 0)
+    given, same = run("as-given")
+    assert alike < 0.6 * given
+    assert losses == pytest.approx(same, rel=1e-4)
 
 
 def _accelerator() -> Any:

@@ -198,6 +198,9 @@ class Trainer:
         recipe, accelerator = self.recipe, self.accelerator
         count = recipe.rows * recipe.accumulation * accelerator.num_processes
         rows, self.cursor = self.stream.take(self.cursor, count)
+        # Alike in a micro-batch, and in those that processes read at the same time; a step is a sum
+        # over its rows in any order.
+        rows.sort(key=self.stream.tokens, reverse=True)
         mine = rows[accelerator.process_index :: accelerator.num_processes]
         parts = [mine[i : i + recipe.rows] for i in range(0, len(mine), recipe.rows)]
         batches = [collate(self.samples, part, recipe.length) for part in parts]

@@ -85,6 +85,10 @@ class Stream:
         """How many rows an epoch has (it differs a little from epoch to epoch)."""
         return len(self._rows(epoch))
 
+    def tokens(self, row: Sequence[int]) -> int:
+        """Tokens of a row."""
+        return sum(self._sizes[index] for index in row)
+
     def take(self, cursor: Cursor, count: int) -> tuple[list[list[int]], Cursor]:
         """The next `count` rows and the cursor after them; crosses epoch ends.
 

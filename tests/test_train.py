@@ -369,19 +369,20 @@ def test_accelerate_launch(world: World) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_train_like_one(world: World) -> None:
+@pytest.mark.parametrize("name", ["pair", "pair-cached"])
+def test_two_processes_train_like_one(world: World, name: str) -> None:
     """Half the rows each, at the same global batch: gradients are sums over one denominator."""
     whole = trained(world, "short-eagle")
-    path = world.recipe("pair", rows=1)
+    path = world.recipe(name, rows=1, feature_cache="1GB" if "cached" in name else None)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     done = training.shell(
         [*launcher, "--standalone", "-m", "draftsmith.train", str(path)], world.root
     )
     assert done.returncode == 0, done.stderr
-    one, two = (training.weights(run, STEPS) for run in (whole, world.folder("pair")))
+    one, two = (training.weights(run, STEPS) for run in (whole, world.folder(name)))
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, atol=1e-4, rtol=1e-3, msg=name)
-    for a, b in zip(metrics(whole), metrics(world.folder("pair")), strict=True):
+    for a, b in zip(metrics(whole), metrics(world.folder(name)), strict=True):
         assert (a["kind"], a["step"], a["tokens"]) == (b["kind"], b["step"], b["tokens"])
         assert b.get("loss", b.get("tau")) == pytest.approx(a.get("loss", a.get("tau")), rel=1e-3)
     first = training.weights(whole, 4)

@@ -214,9 +214,9 @@ def test_accumulation_changes_nothing(world: World, monkeypatch: pytest.MonkeyPa
     whole = trained(world, "at-once", rows=4, accumulation=1)
     assert apart(whole, trained(world, "one-by-one", rows=1, accumulation=4)) < 1e-3
 
-    def mean_of_means(self: Trainer, batch: Any, total: float) -> Any:
+    def mean_of_means(self: Trainer, batch: Any, rows: Any, total: float) -> Any:
         own = loop.denominator(batch, self.depths, self.objective)
-        return micro(self, batch, max(own, 1.0) * self.recipe.accumulation)
+        return micro(self, batch, rows, max(own, 1.0) * self.recipe.accumulation)
 
     micro = Trainer._micro
     monkeypatch.setattr(Trainer, "_micro", mean_of_means)
@@ -369,20 +369,20 @@ def test_accelerate_launch(world: World) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["pair", "pair-cached"])
-def test_two_processes_train_like_one(world: World, name: str) -> None:
+@pytest.mark.parametrize("pair", ["pair", "pair-cached"])
+def test_two_processes_train_like_one(world: World, pair: str) -> None:
     """Half the rows each, at the same global batch: gradients are sums over one denominator."""
     whole = trained(world, "short-eagle")
-    path = world.recipe(name, rows=1, feature_cache="1GB" if "cached" in name else None)
+    path = world.recipe(pair, rows=1, feature_cache="1GB" if "cached" in pair else None)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     done = training.shell(
         [*launcher, "--standalone", "-m", "draftsmith.train", str(path)], world.root
     )
     assert done.returncode == 0, done.stderr
-    one, two = (training.weights(run, STEPS) for run in (whole, world.folder(name)))
+    one, two = (training.weights(run, STEPS) for run in (whole, world.folder(pair)))
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, atol=1e-4, rtol=1e-3, msg=name)
-    for a, b in zip(metrics(whole), metrics(world.folder(name)), strict=True):
+    for a, b in zip(metrics(whole), metrics(world.folder(pair)), strict=True):
         assert (a["kind"], a["step"], a["tokens"]) == (b["kind"], b["step"], b["tokens"])
         assert b.get("loss", b.get("tau")) == pytest.approx(a.get("loss", a.get("tau")), rel=1e-3)
     first = training.weights(whole, 4)

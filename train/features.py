@@ -69,8 +69,14 @@ def token_bytes(taps: Sequence[Tap], num_layers: int, hidden: int, dtype: torch.
 class FeatureCache:
     """The states of all samples that teach anything, each cut at the recipe's `length`."""
 
-    def __init__(self, recipe: Recipe, target: Target, samples: Samples, taps: Sequence[Tap],
-                 mixed_precision: str) -> None:  # fmt: skip
+    def __init__(
+        self,
+        recipe: Recipe,
+        target: Target,
+        samples: Samples,
+        taps: Sequence[Tap],
+        mixed_precision: str,
+    ) -> None:
         self.recipe, self.target, self.samples = recipe, target, samples
         self.taps = list(taps)
         self.stored = stored_taps(taps, target.num_layers)
@@ -128,10 +134,10 @@ class FeatureCache:
             )
         if need:
             self._check_room(need)
-            with self._claimed() if main else nullcontext():
-                accelerator.wait_for_everyone()
-                self._compute(accelerator)
-                accelerator.wait_for_everyone()
+        with self._claimed() if main and need else nullcontext():
+            accelerator.wait_for_everyone()
+            self._compute(accelerator)
+            accelerator.wait_for_everyone()
         for number in range(len(self.shards)):
             self._open(number)
         with accelerator.autocast():
@@ -178,14 +184,13 @@ class FeatureCache:
     def _compute(self, accelerator: Accelerator) -> None:
         # By number, not by what is missing: that changes while others write.
         mine = range(accelerator.process_index, len(self.shards), accelerator.num_processes)
-        line = CountLine("features", len(mine)) if accelerator.is_main_process else None
+        missing = [number for number in mine if not self._path(number).exists()]
+        line = CountLine("features", len(missing)) if accelerator.is_main_process else None
         with accelerator.autocast():
-            for number in mine:
-                missing = not self._path(number).exists()
-                if missing:
-                    self._write(number)
+            for number in missing:
+                self._write(number)
                 if line:
-                    line.count(missing)
+                    line.count()
 
     def _write(self, number: int) -> None:
         """One shard. The target reads as many rows at a time as in a training step."""

@@ -127,6 +127,7 @@ def self_prompt(
     top_k: TopK = 0,
     top_p: TopP = 1.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Of each question.")] = 128,
+    languages: Annotated[str, typer.Option(help="Keep these only, e.g. en,de; empty: all.")] = "",
     batch_size: Annotated[int, typer.Option(min=1)] = 16,
     seed: Seed = 0,
 ) -> None:
@@ -134,14 +135,17 @@ def self_prompt(
     from draftsmith.drafters.sampling import Sampler
     from draftsmith.drafters.target import Target
     from draftsmith.recipes.sample import settings
+    from draftsmith.train.language import check_languages
     from draftsmith.train.selfprompt import write_prompts
 
     sampler, given = Sampler(temperature, top_k, top_p), settings(template or [])
+    kept = [code.strip() for code in languages.split(",") if code.strip()]
+    check_languages(kept)
     if file.exists():
         raise UserError(f"{file}: exists already; name another file, or remove it")
     written = write_prompts(
         file, Target.load(target), count, sampler, max_new_tokens=max_new_tokens, system=system,
-        template=given, seed=seed, batch_size=batch_size,
+        template=given, seed=seed, batch_size=batch_size, languages=kept,
     )  # fmt: skip
     print(f"{file}: {written}")
 

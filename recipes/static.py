@@ -9,7 +9,7 @@ from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.target import Target
 from draftsmith.eval.static_tree import Calibrated, calibrate
 from draftsmith.recipes.report import read_run, samples_of
-from draftsmith.train.packing import collate
+from draftsmith.train.packing import alone, collate
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples import Samples
 
@@ -30,8 +30,7 @@ def calibrated(
     samples = Samples.open(samples_of(run, recipe), target, audit=0)
     _, heldout = samples.split(recipe.heldout, recipe.seed)
     batches = []
-    for i in range(0, len(heldout), READ):
-        rows = [[index] for index in heldout[i : i + READ]]
+    for rows in alone(samples, heldout, READ):
         batch = collate(samples, rows, target.max_positions).to(target.device)
         batches.append(target.read(batch, drafter.taps))
     return calibrate(drafter, batches, policy.k, policy.nodes - 1)

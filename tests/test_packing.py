@@ -12,7 +12,7 @@ import tiny
 from draftsmith.drafters.batch import align
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.train.packing import Cursor, Stream, collate
+from draftsmith.train.packing import Cursor, Stream, alone, buckets, collate
 from draftsmith.train.prompts import Prompt
 from draftsmith.train.samples import Samples, generate
 
@@ -170,6 +170,17 @@ def test_a_planted_leak_is_seen(samples: Samples, family: str) -> None:
     assert good.final is not None
     gap = (target.read(leak, []).final - good.final)[0, second].abs().max()
     assert gap > 0.1
+
+
+def test_buckets(samples: Samples) -> None:
+    """Every place once, groups apart in length, equal lengths in their order."""
+    assert buckets([3, 9, 9, 1, 9], 2) == [[1, 2], [4, 0], [3]]
+    assert buckets([], 4) == []
+    groups = alone(samples, [7, 3, 11, 5, 20], 2)
+    found = [index for rows in groups for (index,) in rows]
+    assert sorted(found) == [3, 5, 7, 11, 20]
+    sizes = samples.lengths[found].tolist()
+    assert sizes == sorted(sizes, reverse=True) and [len(rows) for rows in groups] == [2, 2, 1]
 
 
 def test_many_samples_pack_fast_and_full() -> None:

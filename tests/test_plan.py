@@ -28,6 +28,7 @@ from draftsmith.eval.evaluate import count_parameters
 from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, packing, plan, recipe
 from draftsmith.train.adapt import Adaptation
+from draftsmith.train.features import FeatureCache
 from draftsmith.train.loop import Trainer
 from draftsmith.train.lora import Lora
 from draftsmith.train.pace import Pace
@@ -275,6 +276,28 @@ def test_sampling_is_planned_where_it_is_needed(world: World) -> None:
     assert made.tokens["answers"] == 24 * 24 >= drawn.tokens["answers"]
     assert made.seconds["sampling"] > 0 and "sampling" not in drawn.seconds
     assert made.disk["samples"] > 0 and "samples" not in drawn.disk
+
+
+def test_feature_cache(world: World) -> None:
+    """Both options' disk and the tokens that the target reads, and their times."""
+    online = planned(world, "features", "eagle", steps=50)
+    chosen = recipe.load(world.recipe("features", steps=50, feature_cache="1GB"))
+    cached = plan.plan(chosen)
+    target = Target.load(chosen.target)
+    real = FeatureCache(chosen, target, Samples.open(world.samples, target, 0), [1, 2, 4], "no")
+    tokens = sum(real.tokens)
+    assert online.features == cached.features
+    assert cached.features["cached, float32"] == (real.size, tokens)
+    assert cached.features["cached, bfloat16"] == (real.size // 2, tokens)
+    disk, read = online.features["online"]
+    assert disk == 0 and read == pytest.approx(
+        50 * 4 * tokens / sum(map(len, real.shards)), rel=0.1
+    )
+    assert cached.disk["feature cache"] == real.size and "feature cache" not in online.disk
+    saved = online.seconds["training"] - cached.seconds["training"]
+    assert saved / cached.seconds["features"] == pytest.approx(read / tokens, rel=0.1)
+    rows = [row for row in plan.table(cached) if row[0] == "features"]
+    assert rows[0][1:] == ("online", f"0 MiB, {read:,} target tokens")
 
 
 def test_packed_rows(world: World) -> None:

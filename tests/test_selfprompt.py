@@ -14,7 +14,7 @@ import pytest
 import tiny
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.train import selfprompt
+from draftsmith.train import language, selfprompt
 from draftsmith.train.reader import Samples
 from draftsmith.train.selfprompt import chosen, diversity, fault, user_turn, write_prompts
 from draftsmith.train.sources import read_prompts
@@ -70,6 +70,48 @@ def test_what_is_kept() -> None:
         "with marks of the template": 1,
     }  # fmt: skip
     assert "3 of 8 questions kept" in str(found)
+
+
+# Real questions, and what is in no language: that is kept whichever is asked for.
+SPOKEN = {
+    "en": "What is the capital of France?",
+    "de": "Schreibe ein kurzes Gedicht über das Meer.",
+    "fr": "Quelle est la capitale de la France ?",
+    "es": "¿Cómo puedo aprender a programar?",
+    "zh": "请写一首关于大海的诗和山",
+    "code": "for i in range(10): print(i)",
+    "formula": "12 + 30 * 4 = ?",
+}
+
+
+@pytest.mark.parametrize("languages", [(), ("en",), ("de", "zh")])
+def test_languages(languages: tuple[str, ...]) -> None:
+    """Those asked for are kept, others counted by what they are in; none asked for keeps all."""
+    found = chosen([(text, "stop") for text in SPOKEN.values()], MARK, languages)
+    others = [code for code in ("en", "de", "fr", "es", "zh") if code not in languages]
+    dropped = others if languages else []
+    assert found.kept == [text for name, text in SPOKEN.items() if name not in dropped]
+    assert found.dropped == {f"in {code}": 1 for code in dropped}
+
+
+def test_languages_planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: whatever is likeliest is taken for told, and code is lost."""
+    monkeypatch.setattr(language, "SURE", 0.0)
+    language._identifier.cache_clear()
+    try:
+        with pytest.raises(AssertionError):
+            test_languages(("en",))
+    finally:
+        monkeypatch.undo()
+        language._identifier.cache_clear()
+
+
+@pytest.mark.parametrize("code", ["english", "EN", "xx", "zxx"])
+def test_no_such_language(code: str, tmp_path: Path) -> None:
+    """Told before anything is written."""
+    with pytest.raises(UserError, match=f"--languages: '{code}' is no ISO 639 code") as error:
+        write_prompts(tmp_path / "p", tiny.talker(ENDS), 2, Sampler(), languages=["de", code])
+    assert "\n" not in str(error.value) and not list(tmp_path.iterdir())
 
 
 def test_diversity_counts_bigrams() -> None:

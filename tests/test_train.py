@@ -29,7 +29,7 @@ from draftsmith.drafters.target import Target
 from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, loop
 from draftsmith.train.loop import Trainer
-from draftsmith.train.packing import Cursor
+from draftsmith.train.packing import Cursor, Stream
 from training import World, differences, metrics
 
 STEPS = 9
@@ -105,7 +105,9 @@ def test_eagle1_trains(world: World) -> None:
     assert losses[-1] < 0.95 * losses[0]
 
 
-def test_the_best_checkpoint_serves_what_was_measured(world: World) -> None:
+def test_the_best_checkpoint_serves_what_was_measured(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`best` loads as a drafter, and replays to the tau that chose it."""
     run = trained(world, "long-eagle", steps=24, save_every=8)
     target = Target.load(str(world.target))
@@ -116,6 +118,35 @@ def test_the_best_checkpoint_serves_what_was_measured(world: World) -> None:
     trainer._evaluate()
     taus = [m["tau"] for m in metrics(run) if m["kind"] == "replay" and m["step"]]
     assert trainer.tau == max(taus)
+    # However they are batched: as given, one at a time.
+    monkeypatch.setattr(loop, "alone", lambda samples, indices, size: [[[i]] for i in indices])
+    trainer._evaluate()
+    assert trainer.tau == pytest.approx(max(taus), rel=1e-6)
+
+
+def test_rows_of_a_step_are_alike_in_a_micro_batch(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Less padding, the same losses and tau to rounding as in the order of the stream."""
+    collate, widths = loop.collate, []
+
+    def counted(samples: Any, rows: list[list[int]], length: int) -> Any:
+        batch = collate(samples, rows, length)
+        widths.append((int((batch.segment >= 0).sum()), batch.segment.numel()))
+        return batch
+
+    def run(name: str) -> tuple[float, list[float]]:
+        widths.clear()
+        log = metrics(trained(world, name, accumulation=4, steps=4, log_every=1, save_every=4))
+        padded = 1 - sum(real for real, _ in widths) / sum(size for _, size in widths)
+        return padded, [m.get("loss", m.get("tau")) for m in log]
+
+    monkeypatch.setattr(loop, "collate", counted)
+    alike, losses = run("alike")
+    monkeypatch.setattr(Stream, "tokens", lambda self, row: 0)
+    given, same = run("as-given")
+    assert alike < 0.6 * given
+    assert losses == pytest.approx(same, rel=1e-4)
 
 
 def _accelerator() -> Any:
@@ -183,9 +214,9 @@ def test_accumulation_changes_nothing(world: World, monkeypatch: pytest.MonkeyPa
     whole = trained(world, "at-once", rows=4, accumulation=1)
     assert apart(whole, trained(world, "one-by-one", rows=1, accumulation=4)) < 1e-3
 
-    def mean_of_means(self: Trainer, batch: Any, total: float) -> Any:
+    def mean_of_means(self: Trainer, batch: Any, rows: Any, total: float) -> Any:
         own = loop.denominator(batch, self.depths, self.objective)
-        return micro(self, batch, max(own, 1.0) * self.recipe.accumulation)
+        return micro(self, batch, rows, max(own, 1.0) * self.recipe.accumulation)
 
     micro = Trainer._micro
     monkeypatch.setattr(Trainer, "_micro", mean_of_means)
@@ -338,19 +369,20 @@ def test_accelerate_launch(world: World) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_train_like_one(world: World) -> None:
+@pytest.mark.parametrize("pair", ["pair", "pair-cached"])
+def test_two_processes_train_like_one(world: World, pair: str) -> None:
     """Half the rows each, at the same global batch: gradients are sums over one denominator."""
     whole = trained(world, "short-eagle")
-    path = world.recipe("pair", rows=1)
+    path = world.recipe(pair, rows=1, feature_cache="1GB" if "cached" in pair else None)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     done = training.shell(
         [*launcher, "--standalone", "-m", "draftsmith.train", str(path)], world.root
     )
     assert done.returncode == 0, done.stderr
-    one, two = (training.weights(run, STEPS) for run in (whole, world.folder("pair")))
+    one, two = (training.weights(run, STEPS) for run in (whole, world.folder(pair)))
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, atol=1e-4, rtol=1e-3, msg=name)
-    for a, b in zip(metrics(whole), metrics(world.folder("pair")), strict=True):
+    for a, b in zip(metrics(whole), metrics(world.folder(pair)), strict=True):
         assert (a["kind"], a["step"], a["tokens"]) == (b["kind"], b["step"], b["tokens"])
         assert b.get("loss", b.get("tau")) == pytest.approx(a.get("loss", a.get("tau")), rel=1e-3)
     first = training.weights(whole, 4)

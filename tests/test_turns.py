@@ -19,6 +19,8 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.source import resolve
 from draftsmith.drafters.target import Target
+from draftsmith.eval.decoder import loop
+from draftsmith.train import samples as train_samples
 from draftsmith.train import storage, template
 from draftsmith.train.conversation import Conversation
 from draftsmith.train.heldout import answered
@@ -109,6 +111,44 @@ def test_batches_and_order_change_nothing(tmp_path: Path) -> None:
     for whole, first in zip(one, firsts, strict=True):
         assert whole.ids[: len(first.ids)] == first.ids
     Samples.open(tmp_path / "1", of, audit=10)
+
+
+def padding(folder: Path, *about: Any, patch: pytest.MonkeyPatch) -> tuple[float, Samples]:
+    """The share of padding in all prefills of a run, and its samples."""
+    padded, read, width = loop._padded, [], []
+
+    def counted(prompts: list[list[int]], device: torch.device) -> Any:
+        read.append(sum(map(len, prompts)))
+        width.append(max(map(len, prompts)) * len(prompts))
+        return padded(prompts, device)
+
+    with patch.context() as here:
+        here.setattr(loop, "_padded", counted)
+        samples = made(folder, *about)
+    return 1 - sum(read) / sum(width), samples
+
+
+def check_padding(folder: Path, patch: pytest.MonkeyPatch) -> Samples:
+    """First turns as long as each other, second ones not: batches are made anew for them."""
+    lengths = [n for i in range(10) for n in (1 + i // 2, 40 - i // 2)]
+    prompts = [Prompt(user("r s"), None, "d", (user("t " * n),)) for n in lengths]
+    share, samples = padding(folder, tiny.talker(), prompts, Sampler(), 2, patch=patch)
+    assert sum(len(sample.spans) == 2 for sample in samples) > 8
+    assert share < 0.15
+    return samples
+
+
+def in_order(lengths: Sequence[int], size: int) -> list[list[int]]:
+    return [list(range(len(lengths)))[i : i + size] for i in range(0, len(lengths), size)]
+
+
+def test_later_turns_are_batched_by_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: batches in the order of the first turn. More padding, the same texts."""
+    good = check_padding(tmp_path / "good", monkeypatch)
+    monkeypatch.setattr(train_samples, "buckets", in_order)
+    with pytest.raises(AssertionError, match=r"assert 0\.2"):
+        check_padding(tmp_path / "fault", monkeypatch)
+    assert rows(Samples.open(tmp_path / "fault", tiny.talker(), 0)) == rows(good)
 
 
 def test_resumed_between_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

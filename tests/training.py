@@ -29,7 +29,7 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.recipes import card, export
 from draftsmith.train import __main__ as train
-from draftsmith.train import checkpoint, loop, ranks, storage
+from draftsmith.train import checkpoint, features, loop, ranks, storage
 from draftsmith.train.loop import Trainer
 from draftsmith.train.samples import generate
 from draftsmith.train.sources import read_prompts
@@ -241,6 +241,19 @@ def slowed() -> None:
     Trainer._step = slow_step  # type: ignore[method-assign]
     checkpoint._flush = slow_flush
     torch.save = slow_save
+
+
+def small_slow_shards() -> None:
+    """A feature cache of several files, each of which stays half written for a while."""
+    features.SHARD = 70_000
+    save = features.save_file
+
+    def slow_save(states: Any, file: Path, metadata: dict[str, str]) -> None:
+        file.write_bytes(b"half")
+        time.sleep(0.1)
+        save(states, file, metadata)
+
+    features.save_file = slow_save
 
 
 def written_in_place() -> None:

@@ -187,7 +187,7 @@ class Adaptation(Trainer):
         self.trained = [*self.heads, *adapters]
         return super()._step()
 
-    def _micro(self, batch: Batch, total: float) -> Sums:
+    def _micro(self, batch: Batch, rows: list[list[int]], total: float) -> Sums:
         """Adds the gradients of heads and adapters; `total` divides both losses, as a token's KL
         stands beside the sum of its depths' losses in the paper.
 
@@ -195,7 +195,7 @@ class Adaptation(Trainer):
         size: AdamW would divide the factor out, but for a jolt where the adapters join.
         """
         if self.step < self.first:
-            return super()._micro(batch, total)
+            return super()._micro(batch, rows, total)
         recipe, target = self.recipe, self.target
         self.drafter.train()
         with self.accelerator.autocast():

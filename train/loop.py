@@ -1,10 +1,11 @@
 """The training loop: samples -> drafter, resumable bit for bit on CPU.
 
-The target is frozen and runs inside the step (no feature cache). Gradients of all micro-batches
-and processes are sums over one global denominator, reduced once a step: nothing depends on how
-the global batch was cut, and a run goes on with any number of processes. Every process makes the
-same collectives in every step, whatever its rows hold. The best checkpoint is the one with the
-highest replay tau on held-out conversations, never the one with the lowest loss.
+The target is frozen, and runs inside the step unless its states are cached (features.py). Gradients
+of all micro-batches and processes are sums over one global denominator, reduced once a step:
+nothing depends on how the global batch was cut, and a run goes on with any number of processes.
+Every process makes the same collectives in every step, whatever its rows hold. The best checkpoint
+is the one with the highest replay tau on held-out conversations, never the one with the lowest
+loss.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from draftsmith.eval.provenance import provenance
 from draftsmith.eval.replay import replay
 from draftsmith.train import checkpoint, trackers, watch
 from draftsmith.train.checkpoint import Metrics, read_metrics
+from draftsmith.train.features import FeatureCache
 from draftsmith.train.lora import Lora
 from draftsmith.train.objective import LOSSES, Objective, backward, denominator
-from draftsmith.train.packing import Cursor, Stream, collate
+from draftsmith.train.packing import Cursor, Stream, alone, collate
 from draftsmith.train.prior import token_counts
 from draftsmith.train.progress import ProgressLine
 from draftsmith.train.ranks import summed
@@ -86,6 +88,7 @@ class Trainer:
         self.stream = Stream(samples, self.learn, recipe.length, recipe.seed)
         self.batch = recipe.rows * recipe.accumulation * accelerator.num_processes  # rows a step
         self.cursor = Cursor()
+        self.features: FeatureCache | None = None  # None: the target runs in the step
         self.step = 0
         self.tokens = 0  # positions learned from so far
         self.tau = float("nan")  # the last replay's
@@ -114,6 +117,8 @@ class Trainer:
         if (self.step >= recipe.steps and self._replayed()) or (resumed and self._ended()):
             self._say(f"{recipe.folder} is finished; {self._best_line()}")
             return 0
+        if recipe.feature_cache:
+            self._cache_features()  # SIGTERM may end it: it goes on at the next shard
         before = signal.signal(signal.SIGTERM, self._on_sigterm)
         try:
             return self._train(resumed)
@@ -148,6 +153,12 @@ class Trainer:
         self._say(f"{recipe.folder} is finished; {self._best_line()}")
         self.accelerator.end_training()
         return 0
+
+    def _cache_features(self) -> None:
+        precision = self.accelerator.mixed_precision
+        taps = self.drafter.taps
+        self.features = FeatureCache(self.recipe, self.target, self.samples, taps, precision)
+        self.features.prepare(self.accelerator)
 
     def _due(self) -> bool:
         """Whether this step gets a checkpoint and a replay."""
@@ -196,11 +207,12 @@ class Trainer:
         """One optimizer step over the next `batch` packed rows."""
         recipe, accelerator = self.recipe, self.accelerator
         rows, self.cursor = self.stream.take(self.cursor, self.batch)
+        # Alike in a micro-batch, and in those that processes read at the same time; a step is a sum
+        # over its rows in any order.
+        rows.sort(key=self.stream.tokens, reverse=True)
         mine = rows[accelerator.process_index :: accelerator.num_processes]
-        batches = [
-            collate(self.samples, mine[i : i + recipe.rows], recipe.length)
-            for i in range(0, len(mine), recipe.rows)
-        ]
+        parts = [mine[i : i + recipe.rows] for i in range(0, len(mine), recipe.rows)]
+        batches = [collate(self.samples, part, recipe.length) for part in parts]
         # Learned positions, and the denominator of the whole global batch.
         local = torch.tensor(
             [sum(denominator(b, self.depths, self.objective) for b in batches),
@@ -210,8 +222,8 @@ class Trainer:
         total, learned = summed(accelerator, local).tolist()
         self.optimizer.zero_grad(set_to_none=True)
         sums = Sums.zero(self.depths)
-        for batch in batches:
-            sums.add(self._micro(batch.to(accelerator.device), max(total, 1.0)))
+        for batch, part in zip(batches, parts, strict=True):
+            sums.add(self._micro(batch.to(accelerator.device), part, max(total, 1.0)))
         if accelerator.num_processes > 1:
             sums = sums.reduced(accelerator)
         for parameter in self.trained:
@@ -239,10 +251,13 @@ class Trainer:
             self._write(kind="switch", loss=self.objective.loss)
         return sums, norm
 
-    def _micro(self, batch: Batch, total: float) -> Sums:
+    def _micro(self, batch: Batch, rows: list[list[int]], total: float) -> Sums:
         self.drafter.train()
         with self.accelerator.autocast():
-            self.target.read(batch, self.drafter.taps)
+            if self.features:
+                self.features.fill(batch, rows)
+            else:
+                self.target.read(batch, self.drafter.taps)
             sums = backward(
                 self.drafter,
                 batch,
@@ -286,8 +301,7 @@ class Trainer:
     def _read_heldout(self) -> list[Batch]:
         """The held-out conversations, read by the target."""
         batches = []
-        for i in range(0, len(self.heldout), 4):
-            rows = [[index] for index in self.heldout[i : i + 4]]
+        for rows in alone(self.samples, self.heldout, 4):
             batch = collate(self.samples, rows, self.target.max_positions)
             batches.append(self.target.read(batch.to(self.accelerator.device), self.drafter.taps))
         return batches

@@ -12,7 +12,7 @@ import torch
 
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.errors import UserError
-from draftsmith.train.samples import Samples
+from draftsmith.train.reader import Samples
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +27,28 @@ class Cursor:
 
     epoch: int = 0
     row: int = 0
+
+
+def teaching(samples: Samples, length: int) -> list[int]:
+    """Samples that hold a target-made token within their first `length`."""
+    held = samples.first_made < samples.lengths.clamp(max=length)
+    return held.nonzero().flatten().tolist()
+
+
+def buckets(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Places 0, 1, .. in groups of at most `size` of similar length, the longest first.
+
+    For what is padded to the longest of its group. The order is the lengths' own, equal ones as
+    given.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    return [order[i : i + size] for i in range(0, len(order), size)]
+
+
+def alone(samples: Samples, indices: Sequence[int], size: int) -> list[list[list[int]]]:
+    """Batches of at most `size` rows for `collate`, one whole sample a row, by length."""
+    lengths = samples.lengths[list(indices)].tolist()
+    return [[[indices[i]] for i in group] for group in buckets(lengths, size)]
 
 
 class Stream:
@@ -62,6 +84,10 @@ class Stream:
     def rows_per_epoch(self, epoch: int) -> int:
         """How many rows an epoch has (it differs a little from epoch to epoch)."""
         return len(self._rows(epoch))
+
+    def tokens(self, row: Sequence[int]) -> int:
+        """Tokens of a row."""
+        return sum(self._sizes[index] for index in row)
 
     def take(self, cursor: Cursor, count: int) -> tuple[list[list[int]], Cursor]:
         """The next `count` rows and the cursor after them; crosses epoch ends.

@@ -26,10 +26,10 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.layers import SelfAttention
 from draftsmith.drafters.source import resolve
 from draftsmith.eval.replay import ROWS
-from draftsmith.train import adapt, checkpoint, storage
+from draftsmith.train import adapt, checkpoint, features, storage
 from draftsmith.train.lora import linears
 from draftsmith.train.pace import Pace
-from draftsmith.train.packing import Stream
+from draftsmith.train.packing import Stream, teaching
 from draftsmith.train.prompts import Prompt, product_prompts
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples import Samples
@@ -63,22 +63,32 @@ class Texts:
         """Of the tokens read, those that the target made."""
         return self.made / self.tokens
 
+    def epoch(self, length: int) -> int:
+        """Tokens of all texts that teach anything, cut at `length`."""
+        kept = teaching(cast(Samples, self), length)
+        return int(self.lengths[kept].clamp(max=length).sum())
+
     def row(self, length: int) -> float:
         """Tokens in a packed row of `length`: texts do not fill it to the end."""
-        kept = (self.first_made < self.lengths.clamp(max=length)).nonzero().flatten().tolist()
+        kept = teaching(cast(Samples, self), length)
         stream = Stream(cast(Samples, self), kept, length, seed=0)
-        return int(self.lengths[kept].clamp(max=length).sum()) / stream.rows_per_epoch(0)
+        return self.epoch(length) / stream.rows_per_epoch(0)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """memory and disk in bytes, seconds, by part; parts of memory are alive at the same time."""
+    """memory and disk in bytes, seconds, by part; parts of memory are alive at the same time.
+
+    features: by where the target's states come from (online, or kept on disk in a dtype), the disk
+    that takes in bytes and the tokens that the target reads for all of training.
+    """
 
     device: str
     target_parameters: int
     drafter_parameters: int  # trained
     memory: dict[str, int]
     disk: dict[str, int]
+    features: dict[str, tuple[int, int]]
     tokens: dict[str, int]
     seconds: dict[str, float]
 
@@ -143,6 +153,7 @@ def plan(recipe: Recipe, timed: bool = True) -> Plan:
         outline.trained,
         _memory(recipe, outline, texts, device),
         _disk(recipe, outline, texts, device),
+        _features(recipe, outline, texts, device),
         {
             "prompts": texts.tokens - texts.made,
             "answers": texts.made,
@@ -165,6 +176,11 @@ def check(recipe: Recipe) -> None:
         )
     folder = recipe.folder
     disk = dict(made.disk)
+    states = disk.get("feature cache", 0)
+    if recipe.feature_cache and states > recipe.feature_cache:
+        raise features.beyond(recipe.feature_cache, states)
+    if recipe.samples is not None:  # it lies beside them, and may be there
+        disk.pop("feature cache", None)
     done = len(checkpoint.steps(folder))
     disk["checkpoints"] -= done * disk["checkpoints"] // _checkpoints(recipe)
     if (folder / "samples").exists():
@@ -312,7 +328,27 @@ def _disk(recipe: Recipe, outline: Outline, texts: Texts, device: torch.device) 
         parts["samples"] = storage.size(len(texts.lengths), texts.tokens)
     if recipe.adapt:
         parts["new target"] = outline.target_size * _dtype(outline, device).itemsize
+    if recipe.feature_cache:
+        name = _words(features.stored_dtype(recipe, _dtype(outline, device)))
+        parts["feature cache"] = _features(recipe, outline, texts, device)[name][0]
     return parts
+
+
+def _features(
+    recipe: Recipe, outline: Outline, texts: Texts, device: torch.device
+) -> dict[str, tuple[int, int]]:
+    once = texts.epoch(recipe.length)
+    learned = recipe.steps * recipe.rows * recipe.accumulation * texts.row(recipe.length)
+    taps, target = outline.drafter.taps, outline.target
+    options = {"online": (0, int(learned))}
+    for dtype in dict.fromkeys((_dtype(outline, device), torch.bfloat16)):
+        each = features.token_bytes(taps, target.num_layers, target.hidden_size, dtype)
+        options[_words(dtype)] = each * once, once
+    return options
+
+
+def _words(dtype: torch.dtype) -> str:
+    return f"cached, {str(dtype).removeprefix('torch.')}"
 
 
 # ---------------------------------------------------------------- time
@@ -326,12 +362,18 @@ def _seconds(
     inner = getattr(target.config, "intermediate_size", None) or 4 * H
     pace = Pace(device, _dtype(outline, device), H, inner, V)
     row, each = texts.row(recipe.length), texts.tokens / len(texts.lengths)
-    micro = _pass(recipe, outline, pace, recipe.rows, row, texts.share, backward=True)
+    micro = _pass(
+        recipe, outline, pace, recipe.rows, row, texts.share, backward=True,
+        read=not recipe.feature_cache,
+    )  # fmt: skip
     # Clipping and AdamW: a dozen walks over the weights.
     step = recipe.accumulation * micro + 12 * outline.trained / pace.rowwise
     batch = _pass(recipe, outline, pace, REPLAYED, each, texts.share, backward=False)
     replays = (_checkpoints(recipe) + 1) * recipe.heldout / REPLAYED
     parts = {"training": recipe.steps * step, "replays": replays * batch}
+    if recipe.feature_cache:
+        once, rows = texts.epoch(recipe.length), int(recipe.rows * row)
+        parts = {"features": _reading(outline, once, row) / pace.matmul(rows)} | parts
     if not texts.drawn:
         prompt = 2 * outline.target_body * (texts.tokens - texts.made) / pace.matmul(1024)
         draws = texts.made / BATCH  # decoding steps
@@ -348,8 +390,10 @@ def _pass(
     length: float,
     share: float,
     backward: bool,
+    read: bool = True,
 ) -> float:
-    """Seconds to read `rows` rows of `length` tokens, unroll the drafter and compare it."""
+    """Seconds to read `rows` rows of `length` tokens (read False: their states are on disk), unroll
+    the drafter and compare it."""
     target = outline.target
     H, V, Vd = target.hidden_size, target.vocab_size, outline.draft_vocab
     shared = type(outline.drafter).rows_shared
@@ -359,11 +403,9 @@ def _pass(
     passes = 3 if backward else 1  # forward, and the gradients of inputs and of weights
     of_head = passes - (backward and not outline.head_trained)
     scores = 4 * length * H  # of a token in one layer's attention
-    reads = 1.0  # the target's forward, without and with adapters, and the gradient of its states
-    if outline.adapted:
-        reads += 2 * (1 - recipe.adapt_after) if backward else 2
-    work = tokens * (2 * outline.target_body + scores * target.num_layers) + 2 * V * H * compared
-    work *= reads
+    work = 2 * V * H * compared + (_reading(outline, tokens, length) if read else 0)
+    if outline.adapted:  # the target's forward, without and with adapters, and its states' gradient
+        work *= 1 + (2 * (1 - recipe.adapt_after) if backward else 2)
     body = 2 * outline.uses(depths) * outline.drafter_body
     if outline.anchors_only:  # and what most weights read is frozen: no gradient goes through them
         work += (passes - backward) * compared * body
@@ -372,6 +414,12 @@ def _pass(
     work += of_head * depths * compared * 2 * Vd * H
     walks = compared * (2 * V + (5 if backward else 3) * depths * Vd)
     return work / pace.matmul(int(tokens)) + walks / pace.rowwise
+
+
+def _reading(outline: Outline, tokens: float, length: float) -> float:
+    """Operations of the target's body on tokens in texts of `length`."""
+    scores = 4 * length * outline.target.hidden_size
+    return tokens * (2 * outline.target_body + scores * outline.target.num_layers)
 
 
 def table(made: Plan) -> Sequence[tuple[str, str, str]]:
@@ -383,6 +431,10 @@ def table(made: Plan) -> Sequence[tuple[str, str, str]]:
     for topic, parts in (("memory", made.memory), ("disk", made.disk)):
         rows += [(topic, part, f"{size / 2**20:,.0f} MiB") for part, size in parts.items()]
         rows.append((topic, "in all", _gib(sum(parts.values()))))
+    rows += [
+        ("features", part, f"{size / 2**20:,.0f} MiB, {tokens:,} target tokens")
+        for part, (size, tokens) in made.features.items()
+    ]
     rows += [("tokens", part, f"{count:,}") for part, count in made.tokens.items()]
     rows += [("time", part, f"{s / 60:,.1f} min") for part, s in made.seconds.items()]
     rows.append(("time", "in all", f"{sum(made.seconds.values()) / 60:,.1f} min"))

@@ -7,6 +7,7 @@ common ones; an unknown key is an error that names near ones.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -29,7 +30,18 @@ def _listed(value: Any) -> Any:
 
 
 Spread = Literal["auto", "balanced", "balanced_low_0", "sequential"] | dict[str, int | str] | None
+
+
+def _bytes(value: Any) -> Any:
+    """20GB as 20000000000; whatever is no such text is left to pydantic."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)B", str(value), re.IGNORECASE)
+    if not found:
+        return value
+    return int(float(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " "))
+
+
 Trackers = Annotated[list[Literal["wandb", "tensorboard"]], BeforeValidator(_listed)]
+Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1)]
 
 
 class Recipe(BaseModel):
@@ -80,6 +92,8 @@ class Recipe(BaseModel):
     weight_decay: float = Field(default=0.0, ge=0)
     clip: float = Field(default=1.0, gt=0)
     chunk: int = Field(default=1024, ge=1)  # (anchor, depth) rows whose logits are alive at a time
+    feature_cache: Bytes | None = None  # 20GB: keep the target's states on disk, at most so many
+    feature_dtype: Literal["bfloat16"] | None = None  # of those; None: as the target computes them
     save_every: int = Field(default=100, ge=1)  # steps between checkpoints, each one replayed
     patience: int = Field(default=0, ge=0)  # replays without a new best that end a run; 0: never
     log_every: int = Field(default=10, ge=1)
@@ -201,6 +215,8 @@ def parse(raw: dict[str, Any], where: str) -> Recipe:
         _ = recipe.sampler
         _check_objective(recipe)
         _check_adapt(recipe)
+        if recipe.feature_dtype and recipe.feature_cache is None:
+            raise UserError("feature_dtype: no states are cached; set feature_cache too")
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     return recipe
@@ -215,6 +231,8 @@ def _check_adapt(recipe: Recipe) -> None:
             f"adapt: trains a target with Medusa heads (Medusa-2), not with {recipe.drafter}; take "
             "drafter: medusa, or leave adapt out"
         )
+    if recipe.feature_cache:
+        raise UserError("adapt: the target's states change; leave feature_cache out")
     if recipe.device_map:
         raise UserError("adapt: trains the target on one device; leave device_map out")
     if recipe.lora:

@@ -17,11 +17,13 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval.decoder.loop import Decoder
+from draftsmith.eval.decoder.text import Text
 from draftsmith.train import record, storage
 from draftsmith.train.answering import Answering
 from draftsmith.train.checks import check_request, check_sizes, differences
 from draftsmith.train.conversation import Conversation
 from draftsmith.train.endpoint import Endpoint
+from draftsmith.train.packing import buckets
 from draftsmith.train.prompts import Prompt, Unusable
 from draftsmith.train.ranks import ALONE, SEEN, Ranks
 from draftsmith.train.reader import Sample, Samples
@@ -38,6 +40,8 @@ from draftsmith.train.template import (
 __all__ = ["Sample", "Samples", "generate"]
 
 log = logging.getLogger(__name__)
+
+WINDOW = 8  # batches of conversations under way at a time: what a kill loses of several turns
 
 
 def generate(
@@ -200,41 +204,62 @@ def _answer(
     prompts: int,
     shown: bool,
 ) -> None:
-    """Holds every conversation with the target here, batch by batch, turn by turn."""
+    """Holds every conversation with the target here, turn by turn.
+
+    Answers make conversations differ in length, and some end: those of a window are put into
+    batches anew for each turn, by length, so that little is padding and batches stay full. Each is
+    stored when it ends.
+    """
     if not talks:
         return
-    batches = [talks[s : s + batch_size] for s in range(0, len(talks), batch_size)]
-    turns = sum(1 + len(batch[0].prompt.later) for batch in batches)
+    size = WINDOW * batch_size
+    windows = [talks[s : s + size] for s in range(0, len(talks), size)]
+    turns = sum(_batches(window, batch_size) for window in windows)
     decoder = Decoder(talks[0].target)
+
+    def answers(batch: list[Conversation], progress: Answering) -> list[Text]:
+        try:
+            return decoder.generate(
+                [talk.ids for talk in batch],
+                sampler,
+                max_new_tokens,
+                # Each turn its own, so that no draw is used twice.
+                rows=[talk.index + talk.turn * prompts for talk in batch],
+                seed=seed,
+                stop=stop,
+                progress=progress.step,
+            )
+        except torch.OutOfMemoryError:
+            raise UserError(
+                f"batch_size: {batch_size} answers at once do not fit in the device's memory; "
+                "lower it and run again (what is answered stays)"
+            ) from None
+
     stored = len(set(parts.indices))
     steps = turns * max_new_tokens
     with Answering(stored + len(talks), stored, steps, shown) as progress:
-        for batch in batches:
-            live = batch
-            while live:
-                try:
-                    texts = decoder.generate(
-                        [talk.ids for talk in live],
-                        sampler,
-                        max_new_tokens,
-                        # Each turn its own, so that no draw is used twice.
-                        rows=[talk.index + talk.turn * prompts for talk in live],
-                        seed=seed,
-                        stop=stop,
-                        progress=progress.step,
-                    )
-                except torch.OutOfMemoryError:
-                    raise UserError(
-                        f"batch_size: {batch_size} answers at once do not fit in the device's "
-                        "memory; lower it and run again (what is answered stays)"
-                    ) from None
-                progress.answered(len(live), max_new_tokens)
-                for talk, text in zip(live, texts, strict=True):
-                    talk.take(text.tokens, text.finish)
-                live = [talk for talk in live if talk.ask(max_new_tokens)]
-            parts.add(storage.columns([row for talk in batch for row in talk.rows()]))
-            progress.stored(len(batch))
+        for live in windows:
+            while live:  # a turn
+                groups = buckets([len(talk.ids) for talk in live], batch_size)
+                asked: list[Conversation] = []
+                for batch in ([live[i] for i in group] for group in groups):
+                    for talk, text in zip(batch, answers(batch, progress), strict=True):
+                        talk.take(text.tokens, text.finish)
+                    progress.answered(len(batch), max_new_tokens)
+                    more = [talk for talk in batch if talk.ask(max_new_tokens)]
+                    asked += more
+                    if ended := [talk for talk in batch if talk not in more]:
+                        parts.add(storage.columns([row for talk in ended for row in talk.rows()]))
+                        progress.stored(len(ended))
+                live = asked
     log.info("%d tokens, %.0f tokens/s", progress.tokens, progress.rate)
+
+
+def _batches(talks: Sequence[Conversation], size: int) -> int:
+    """How many batches a window takes at most: each turn those that are asked it."""
+    most = max(len(talk.prompt.later) for talk in talks)
+    asked = [sum(len(talk.prompt.later) >= turn for talk in talks) for turn in range(most + 1)]
+    return sum(-(-count // size) for count in asked)
 
 
 def _tell_unasked(talks: Sequence[Conversation]) -> None:

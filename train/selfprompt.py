@@ -2,9 +2,9 @@
 
 An instruct model, given its chat template up to where the user's words would begin, goes on with a
 question of the kind it was tuned on. What it writes is kept where it is a whole question: it ended
-by itself, is not too short, does not repeat itself, holds none of the template's marks, and is not
-nearly the same as one kept before (MinHash over word shingles, by `datasketch`). Languages are not
-told apart: no library for that is among our dependencies.
+by itself, is not too short, does not repeat itself, holds none of the template's marks, is in a
+language asked for, and is not nearly the same as one kept before (MinHash over word shingles, by
+`datasketch`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
+from draftsmith.train.language import check_languages, language
 from draftsmith.train.prompts import Messages, Prompt
 from draftsmith.train.samples import generate
 from draftsmith.train.template import check_template, control_tokens, encoded, rendered
@@ -60,14 +61,17 @@ def write_prompts(
     template: Mapping[str, Any] | None = None,
     seed: int = 0,
     batch_size: int = 16,
+    languages: Sequence[str] = (),
 ) -> Written:
     """Lets the target write `count` questions and those kept into a JSONL file of `prompt`s.
 
+    languages: ISO 639 codes of those kept; none given keeps all. Code and formulas are in none.
     What it wrote lies beside the file (FILE.samples), so that a killed run goes on. Raises
     UserError: no chat template, or one that has no place where a question begins; none is kept.
     """
     if file.exists():
         raise UserError(f"{file}: exists already; name another file, or remove it")
+    check_languages(languages)
     prefix, stop = user_turn(target, system, template or {})
     raw = generate(
         target, [Prompt(None, tuple(prefix), "self")] * count, sampler, max_new_tokens,
@@ -81,7 +85,7 @@ def write_prompts(
         for mark in stop:
             text = text.partition(mark)[0]
         texts.append((text.strip(), sample.finish))
-    found = chosen(texts, control_tokens(target.tokenizer))
+    found = chosen(texts, control_tokens(target.tokenizer), languages)
     if not found.kept:
         raise UserError(f"{file}: no question is kept ({found}); raise --count or --max-new-tokens")
     lines = (
@@ -130,14 +134,16 @@ def user_turn(
 # ---------------------------------------------------------------- what is kept
 
 
-def chosen(texts: Iterable[tuple[str, str]], control: re.Pattern[str]) -> Written:
+def chosen(
+    texts: Iterable[tuple[str, str]], control: re.Pattern[str], languages: Sequence[str] = ()
+) -> Written:
     """The questions kept of (text, finish) pairs, in their order."""
     from datasketch import MinHash, MinHashLSH
 
     out = Written()
     known = MinHashLSH(threshold=NEAR, num_perm=PERMUTATIONS)
     for number, (text, finish) in enumerate(texts):
-        reason = fault(text, finish, control)
+        reason = fault(text, finish, control, languages)
         if not reason:
             print_ = MinHash(num_perm=PERMUTATIONS)
             print_.update_batch([piece.encode() for piece in shingles(text)])
@@ -152,7 +158,7 @@ def chosen(texts: Iterable[tuple[str, str]], control: re.Pattern[str]) -> Writte
     return out
 
 
-def fault(text: str, finish: str, control: re.Pattern[str]) -> str:
+def fault(text: str, finish: str, control: re.Pattern[str], languages: Sequence[str] = ()) -> str:
     """Why a text is no question to keep; "" where it is one."""
     if finish != "stop":
         return "without an end"
@@ -163,7 +169,8 @@ def fault(text: str, finish: str, control: re.Pattern[str]) -> str:
     pieces = _pieces(text.lower(), SHINGLE)
     if len(set(pieces)) < DISTINCT * len(pieces):
         return "repeating themselves"
-    return ""
+    found = language(text) if languages else ""
+    return f"in {found}" if found and found not in languages else ""
 
 
 def shingles(text: str) -> set[str]:

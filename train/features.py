@@ -1,0 +1,304 @@
+"""The target's states of every text, kept on disk: it then reads each text once, not once an epoch.
+
+    SAMPLES/features/HASH/about.json           what the states are of
+    SAMPLES/features/HASH/00012.safetensors    those of some packed rows: `states` (n, C, H) of n
+                                               tokens in C layers, the pre-norm state last
+
+HASH is taken over all that decides a state: target, tokenizer and template, precision, layers, the
+samples' content, their cut and order. So another target, tap or sample makes another cache, and
+runs that differ in loss or seed share one. A shard appears whole under its name, or not at all: a
+killed run goes on with the next. Held-out texts are not among them: replay, which chooses the
+checkpoint, is always of what the target computes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.causal_lm import Tap
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.target import Target
+from draftsmith.train import checkpoint, record
+from draftsmith.train.packing import Cursor, Stream, collate, teaching
+from draftsmith.train.progress import CountLine
+from draftsmith.train.reader import Samples, dtype_name
+from draftsmith.train.recipe import Recipe
+
+FORMAT = 1
+FOLDER = "features"
+SHARD = 256 << 20  # bytes: what is lost when a run is killed, and held in memory while written
+RECOMPUTED = 4  # texts, each time a cache is opened
+# How far a token's states may lie from those computed anew, relative to their length, and the share
+# of tokens that may lie further: near ties of a router send a few to other experts.
+TOLERANCE = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.05}
+STRAY = 0.01
+_OPEN = 256  # shards whose files are open at a time
+
+
+def stored_taps(taps: Sequence[Tap], num_layers: int) -> list[Tap]:
+    """Those of a drafter's taps that do not follow from the pre-norm state."""
+    return [tap for tap in taps if tap not in ("normed", num_layers)]
+
+
+def stored_dtype(recipe: Recipe, target_dtype: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if recipe.feature_dtype else target_dtype
+
+
+def token_bytes(taps: Sequence[Tap], num_layers: int, hidden: int, dtype: torch.dtype) -> int:
+    """Disk that one token takes."""
+    return (len(stored_taps(taps, num_layers)) + 1) * hidden * dtype.itemsize
+
+
+class FeatureCache:
+    """The states of all samples that teach anything, each cut at the recipe's `length`."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        target: Target,
+        samples: Samples,
+        taps: Sequence[Tap],
+        mixed_precision: str,
+    ) -> None:
+        self.recipe, self.target, self.samples = recipe, target, samples
+        self.taps = list(taps)
+        self.stored = stored_taps(taps, target.num_layers)
+        self.dtype = stored_dtype(recipe, target.dtype)
+        stream = Stream(samples, teaching(samples, recipe.length), recipe.length, seed=0)
+        rows, _ = stream.take(Cursor(), stream.rows_per_epoch(0))
+        each = token_bytes(taps, target.num_layers, target.hidden_size, self.dtype)
+        per = max(1, SHARD // (each * recipe.length))
+        self.shards = [rows[i : i + per] for i in range(0, len(rows), per)]
+        sizes = samples.lengths.clamp(max=recipe.length).tolist()
+        self._place: dict[int, tuple[int, slice]] = {}  # of each sample: shard, tokens in it
+        self.tokens: list[int] = []  # of each shard
+        for number, shard in enumerate(self.shards):
+            start = 0
+            for index in (i for row in shard for i in row):
+                self._place[index] = number, slice(start, start + sizes[index])
+                start += sizes[index]
+            self.tokens.append(start)
+        self.size = each * sum(self.tokens)  # bytes, headers apart
+        identity = target.identity()
+        del identity["spec"]
+        self.about = {
+            "format": FORMAT,
+            "target": identity,
+            "computed": [dtype_name(target), mixed_precision],
+            "stored": str(self.dtype).removeprefix("torch."),
+            "layers": [*self.stored, "final"],
+            "samples": samples.manifest["content_hash"],
+            "length": recipe.length,
+            "shards": record.digest(self.shards),
+        }
+        self.digest = record.digest(self.about)
+        self.folder = samples.folder / FOLDER / self.digest[:16]
+        self._open = lru_cache(maxsize=_OPEN)(self._opened)
+
+    # ---------------------------------------------------------------- making it
+
+    def prepare(self, accelerator: Accelerator) -> None:
+        """Computes what is not there yet, each process its share, and proves what is there.
+
+        Raises UserError before anything is computed: beyond the budget or the disk, another run is
+        writing there, a shard is broken; and for states that are not the target's.
+        """
+        main = accelerator.is_main_process
+        there = [n for n in range(len(self.shards)) if self._path(n).exists()]
+        for number in there:
+            self._open(number)
+        each = self.size // sum(self.tokens)
+        need = self.size - each * sum(self.tokens[n] for n in there)
+        if main:
+            print(
+                f"features: {told(self.size)} in {self.folder} ({sum(self.tokens):,} tokens of "
+                f"{each:,} bytes, {self.about['stored']}), {told(need)} still to be computed",
+                file=sys.stderr,
+            )
+        if need:
+            self._check_room(need)
+        with self._claimed() if main and need else nullcontext():
+            accelerator.wait_for_everyone()
+            self._compute(accelerator)
+            accelerator.wait_for_everyone()
+        for number in range(len(self.shards)):
+            self._open(number)
+        with accelerator.autocast():
+            self.prove()
+
+    def _check_room(self, need: int) -> None:
+        budget, folder = int(self.recipe.feature_cache or 0), self.folder.parent
+        files = (f for f in folder.glob("*/*.safetensors") if f.parent != self.folder)
+        others = sum(file.stat().st_size for file in files)
+        if self.size + others > budget:
+            beside = (
+                f" and {told(others)} of other caches in {folder} (delete those no longer used)"
+            )
+            raise beyond(budget, self.size, beside if others else "")
+        free = shutil.disk_usage(self.samples.folder).free
+        if need > free:
+            raise UserError(
+                f"feature_cache: {told(need)} of states are to be written to {folder}, where "
+                f"{told(free)} are free; free some, or leave the key out"
+            )
+
+    @contextmanager
+    def _claimed(self) -> Iterator[None]:
+        """Makes the folder, and keeps other runs from computing the same; a kill ends the claim."""
+        lock = FileLock(self.folder / ".lock")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise UserError(
+                f"feature_cache: another run is filling {self.folder}; wait for it, and run again"
+            ) from None
+        except OSError as error:
+            raise UserError(
+                f"feature_cache: {self.folder} cannot be written ({error.strerror}); copy the "
+                "samples to where it can, or leave the key out"
+            ) from None
+        try:
+            checkpoint.write(self.folder / "about.json", json.dumps(self.about, indent=1) + "\n")
+            yield
+        finally:
+            lock.release()
+
+    def _compute(self, accelerator: Accelerator) -> None:
+        # By number, not by what is missing: that changes while others write.
+        mine = range(accelerator.process_index, len(self.shards), accelerator.num_processes)
+        missing = [number for number in mine if not self._path(number).exists()]
+        line = CountLine("features", len(missing)) if accelerator.is_main_process else None
+        with accelerator.autocast():
+            for number in missing:
+                self._write(number)
+                if line:
+                    line.count()
+
+    def _write(self, number: int) -> None:
+        """One shard. The target reads as many rows at a time as in a training step."""
+        parts, shard, count = [], self.shards[number], self.recipe.rows
+        for rows in (shard[i : i + count] for i in range(0, len(shard), count)):
+            batch = collate(self.samples, rows, self.recipe.length)
+            states = self._computed(batch)
+            parts += [s[b >= 0] for s, b in zip(states, batch.segment, strict=True)]
+        path = self._path(number)
+        scratch = path.with_suffix(".tmp")
+        save_file({"states": torch.cat(parts)}, scratch, {"cache": self.digest})
+        with scratch.open("rb") as stream:
+            os.fsync(stream.fileno())
+        os.replace(scratch, path)
+
+    def _computed(self, batch: Batch) -> Tensor:
+        """States (B, T, C, H) of a batch, on the CPU, as they are stored."""
+        read = self.target.read(batch.to(self.target.device), self.stored)
+        assert read.final is not None
+        layers = [read.features[str(tap)] for tap in self.stored] + [read.final]
+        return torch.stack([layer.to(self.dtype) for layer in layers], dim=2).cpu()
+
+    # ---------------------------------------------------------------- reading it
+
+    def fill(self, batch: Batch, rows: list[list[int]]) -> Batch:
+        """Gives a collated batch of those rows the states that `Target.read` would give it.
+
+        They are 0 on padding. Rounding apart (other rows in the batch, the stored dtype), they are
+        the same.
+        """
+        B, T = batch.tokens.shape
+        C = len(self.stored) + 1
+        states = torch.zeros(C, B, T, self.target.hidden_size, dtype=self.dtype)
+        for b, row in enumerate(rows):
+            start = 0
+            for index in row:
+                text = self.text(index)  # (n, C, H)
+                states[:, b, start : start + len(text)] = text.transpose(0, 1)
+                start += len(text)
+        *layers, final = states.to(batch.device).to(self.target.dtype)
+        batch.final = final
+        batch.features = {str(tap): s for tap, s in zip(self.stored, layers, strict=True)}
+        with torch.no_grad():
+            for tap in self.taps:
+                if tap == "normed":
+                    batch.features[tap] = self.target.norm(final)
+                elif tap == self.target.num_layers:
+                    batch.features[str(tap)] = final
+        return batch
+
+    def text(self, index: int) -> Tensor:
+        """Stored states (n, C, H) of a sample."""
+        number, tokens = self._place[index]
+        return self._open(number)[tokens]
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"{number:05d}.safetensors"
+
+    def _opened(self, number: int) -> Any:
+        """A shard's states, read from disk when sliced. Raises UserError for a broken one."""
+        path = self._path(number)
+        remedy = "delete it and run again: only what it holds is computed anew"
+        try:
+            file = safe_open(path, framework="pt")
+            of, states = (file.metadata() or {}).get("cache"), file.get_slice("states")
+        except FileNotFoundError:
+            raise UserError(
+                f"{path}: is missing; run again, with the samples in a folder that all nodes share"
+            ) from None
+        except (SafetensorError, OSError) as error:
+            line = " ".join(str(error).split())[:200]
+            raise UserError(f"{path}: cannot be read ({line}); {remedy}") from None
+        if of != self.digest:
+            raise UserError(f"{path}: was made for another target, layers or samples; {remedy}")
+        return states
+
+    def prove(self) -> None:
+        """Computes a few texts anew, each alone; raises UserError where the stored states differ
+        by more than rounding."""
+        seed, count = self.recipe.seed, min(RECOMPUTED, len(self._place))
+        chosen = random.Random(seed).sample(sorted(self._place), count)
+        allowed = max(TOLERANCE[n] for n in (dtype_name(self.target), self.about["stored"]))
+        gaps = []
+        for index in chosen:
+            anew = self._computed(collate(self.samples, [[index]], self.recipe.length))[0].float()
+            gap = (self.text(index).float() - anew).norm(dim=2)  # (n, C)
+            gaps.append((gap / anew.norm(dim=2).clamp(min=1e-20)).amax(1))
+        apart = torch.cat(gaps)  # (tokens,)
+        strays = int((~(apart <= allowed)).sum())
+        if strays > STRAY * len(apart):
+            raise UserError(
+                f"{self.folder}: the states of {strays} of {len(apart)} tokens in {count} texts "
+                f"are not those that the target computes (up to {apart.max():.2g} of their length "
+                f"apart, {allowed:g} is rounding); delete the folder and run again"
+            )
+
+
+def beyond(budget: int, size: int, beside: str = "") -> UserError:
+    return UserError(
+        f"feature_cache: {told(budget)} cannot hold {told(size)} of states{beside}; raise it, or "
+        "leave the key out: the target then runs in every step"
+    )
+
+
+def told(size: float) -> str:
+    """Bytes in the key's own units."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"

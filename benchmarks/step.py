@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -184,6 +185,7 @@ def theirs(drafter: Eagle, batch: Batch, K: int) -> tuple[Any, Step]:
     return model, step
 
 
+@cache
 def difference(T: int, K: int, V: int) -> float:
     """Largest relative difference of loss and gradients with every position learned from."""
     drafter, batch = head(V), inputs(T, V, 1.0)
@@ -256,6 +258,34 @@ def row(f: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
+def aims(found: list[dict[str, Any]]) -> str:
+    """What was aimed at beside what came out, one line each."""
+    lines = []
+    for least, where in ((1.2, "every position learned from"), (1.5, f"{SHARE:.0%} learned from")):
+        every = where.startswith("every")
+        cells = [f for f in found if (f["share"] == 1.0) == every and "ratio" in f]
+        ratios = [f["ratio"] for f in cells]
+        result = "not timed"
+        if ratios:
+            spread = f"{min(ratios):.2f}x to {max(ratios):.2f}x"
+            result = _met(min(ratios) >= least, spread)
+        lines.append(f"- tokens/s, {where}: aim >= {least}x in each size: {result}")
+    for f in found:
+        if (f["T"], f["K"], f["V"]) == (2048, 7, 128256):
+            ours_mib, theirs_mib = f["peak_mib"]["ours"], f["peak_mib"]["theirs"]
+            share = ours_mib / (theirs_mib or f["limit_mib"])
+            sign = "" if theirs_mib else "< "
+            lines.append(
+                f"- peak above weights at T=2048, K=7, V=128,256, {f['share']:.0%} learned from: "
+                f"aim <= 0.25 of speculators': {_met(share <= 0.25, f'{sign}{share:.3f}')}"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _met(met: bool, figure: str) -> str:
+    return f"{figure}, {'met' if met else 'MISSED'}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="tiny sizes, to try the script")
@@ -287,7 +317,9 @@ def main() -> None:
         "difference is the largest of loss and gradients, relative, at T <= 256 and V <= 49,152 "
         "with every position learned from. Peaks are above weights and inputs; > N: did not "
         "fit into N MiB. Made by "
-        "`benchmarks/step.py`; JSON beside it.\n\n" + markdown(head_row, [row(f) for f in found])
+        "`benchmarks/step.py`; JSON beside it.\n\n"
+        + markdown(head_row, [row(f) for f in found])
+        + f"\nAims:\n\n{aims(found)}"
     )
     (HERE / "step.md").write_text(text)
     print(text)

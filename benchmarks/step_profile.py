@@ -55,23 +55,24 @@ class Parts:
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
         self._open = ["everything else"]
-        self._since = time.thread_time()
+        self.since = time.thread_time()
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
+        """Gives the time since the last turn to the part that is open."""
         now = time.thread_time()
-        self.seconds[self._open[-1]] += now - self._since
-        self._since = now
+        self.seconds[self._open[-1]] += now - self.since
+        self.since = now
 
     def timed(self, part: str | Callable[..., str], function: Callable[..., Any]) -> Any:
         """The function, its calls counted as `part` (or as part(*arguments) says)."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            self._turn()
+            self.turn()
             self._open.append(part if isinstance(part, str) else part(*args))
             try:
                 return function(*args, **kwargs)
             finally:
-                self._turn()
+                self.turn()
                 self._open.pop()
 
         return call
@@ -104,11 +105,11 @@ def profile(trainer: Trainer, steps: int) -> dict[str, Any]:
         patches.append(patch.object(owner, name, timed))
     for one in patches:
         one.start()
-    parts._since = time.thread_time()
-    began = parts._since
+    parts.since = time.thread_time()
+    began = parts.since
     for _ in range(steps):
         trainer._step()
-    parts._turn()
+    parts.turn()
     total = time.thread_time() - began
     for one in patches:
         one.stop()

@@ -7,7 +7,7 @@ One step is features in, gradients of the head out: fusing, K training-time-test
 target's head on its final states, KL with its gradients. Same weights, same inputs, same frozen
 output head (speculators' default), fp32, one thread. Each size is first compared: loss and every
 gradient within 1e-4. Then both sides are timed in turns in one process, and each one's peak memory
-is taken in processes of their own (a peak cannot be reset). Writes benchmarks/step/*.json and
+is taken in a process of its own, on Linux. Writes benchmarks/step/*.json and
 benchmarks/step.md.
 
 What runs of speculators: its model with eager attention (float mask T x T*K) and its eager losses;
@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -222,13 +223,23 @@ def timed(T: int, K: int, V: int, share: float) -> dict[str, Any]:
 
 
 def peak(side: str, T: int, K: int, V: int, share: float) -> float:
-    """MiB by which one step raises this process's peak above weights and inputs."""
+    """MiB by which one step raises this process's memory above weights and inputs.
+
+    By Linux's own figures: getrusage's peak also holds what the parent held when it forked.
+    """
     drafter, batch = head(V), inputs(T, V, share)
     step = ours(drafter, batch, K) if side == "ours" else theirs(drafter, batch, K)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (LIMIT, LIMIT))  # an error here, not another's end
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = _mib("VmRSS")
     step()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return _mib("VmHWM") - before
+
+
+def _mib(name: str) -> float:
+    """A figure of this process's memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
 
 
 def weighed(T: int, K: int, V: int, share: float) -> dict[str, Any]:

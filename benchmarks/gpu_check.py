@@ -6,9 +6,9 @@
 Needs torch, transformers and safetensors, no datasets and no wandb; a part that needs more than
 the machine has (pytest, accelerate) is skipped by name. Parts: tests marked `gpu` and the accept
 rules; identity with transformers' `generate` in fp32; CUDA graphs against eager; a short EAGLE-3
-training on texts held in memory; the bench of SmolLM2 (SYNTHETIC weights where its package is
-missing) and of an 8B shape (SYNTHETIC). A part that would overrun the time left is skipped and
-named. Exit code 1 where a part failed.
+training on texts held in memory, and its step compiled against the same as written; the bench of
+SmolLM2 (SYNTHETIC weights where its package is missing) and of an 8B shape (SYNTHETIC). A part that
+would overrun the time left is skipped and named. Exit code 1 where a part failed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from common import HERE
@@ -34,7 +35,7 @@ from draftsmith.drafters.batch import Batch, batch_of
 from draftsmith.drafters.policy import Tree
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
-from draftsmith.eval import bench, bench_table, synthetic
+from draftsmith.eval import bench, bench_table, laws, rowwise, synthetic
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.provenance import provenance
 
@@ -148,14 +149,10 @@ def graphs(check: Check) -> dict[str, Any]:
     return found
 
 
-def training(check: Check) -> dict[str, Any]:
-    """EAGLE-3 learns texts that the target wrote a moment ago: its loss must fall."""
-    if importlib.util.find_spec("accelerate") is None:
-        raise Skip("accelerate is not installed")
-    from draftsmith.train.objective import Objective, backward, denominator
-
+def _lesson(check: Check) -> tuple[Drafter, Batch]:
+    """A fresh EAGLE-3 head, and texts that its target wrote a moment ago and has read."""
     target = synthetic.random_target(check.shape("smollm2-135m"), check.device, torch.float32)
-    count, tokens, steps = (4, 24, 6) if check.tiny else (16, 96, 40)
+    count, tokens = (4, 24) if check.tiny else (16, 96)
     prompts = synthetic.random_prompts(target, count, 16)
     texts = Decoder(target).generate(prompts, Sampler(1.0), tokens)
     pairs = [(t.prompt + t.tokens, [False] * 16 + [True] * len(t.tokens)) for t in texts]
@@ -164,7 +161,17 @@ def training(check: Check) -> dict[str, Any]:
     torch.manual_seed(0)
     drafter = eagle.create(target, eagle.Config()).to(check.device)
     target.read(batch, drafter.taps)
-    objective, depths = Objective(), 3
+    return drafter, batch
+
+
+def training(check: Check) -> dict[str, Any]:
+    """EAGLE-3 learns texts that the target wrote a moment ago: its loss must fall."""
+    if importlib.util.find_spec("accelerate") is None:
+        raise Skip("accelerate is not installed")
+    from draftsmith.train.objective import Objective, backward, denominator
+
+    drafter, batch = _lesson(check)
+    objective, depths, steps = Objective(), 3, 6 if check.tiny else 40
     total = denominator(batch, depths, objective)
     optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=1e-3)
     losses = []
@@ -178,8 +185,44 @@ def training(check: Check) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     if not losses[-1] < losses[0]:
         raise AssertionError(f"the loss did not fall: {losses[0]:.3f} to {losses[-1]:.3f}")
-    learned = len(texts) * tokens * steps
+    learned = int(batch.made.sum()) * steps
     return {"loss": [losses[0], losses[-1]], "steps": steps, "tokens_per_s": learned / seconds}
+
+
+def compiled(check: Check) -> dict[str, Any]:
+    """A training step whose passes over the vocabulary are compiled: the gradients of the step as
+    it is written, and the seconds of both."""
+    if check.device.type != "cuda":
+        raise Skip("it is compiled on a GPU only")
+    if importlib.util.find_spec("accelerate") is None:
+        raise Skip("accelerate is not installed")
+    from draftsmith.train.objective import Objective, backward
+
+    drafter, batch = _lesson(check)
+    trained = [p for p in drafter.parameters() if p.requires_grad]
+    found: dict[str, Any] = check.kept
+    for loss in ("kl", "expected", "jsd"):
+        grads, seconds = [], []
+        for devices in ((), ("cuda",)):
+            with patch.object(rowwise, "COMPILED", devices):
+                for _ in range(2):  # the first one compiles
+                    drafter.zero_grad(set_to_none=True)
+                    torch.cuda.synchronize()
+                    began = time.perf_counter()
+                    backward(drafter, batch, 3, Objective(loss), 1.0, 512)
+                    torch.cuda.synchronize()
+                    seconds.append(time.perf_counter() - began)
+            grads.append([p.grad.clone() for p in trained if p.grad is not None])
+        pairs = list(zip(*grads, strict=True))
+        gap = max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-20)) for a, b in pairs)
+        found[loss] = {"gap": gap, "seconds": seconds[1], "seconds_compiled": seconds[3]}
+        if check.left < 0:
+            raise Overrun
+    if laws.measure.failed or laws.slope.failed or laws.law_of_kept.failed:
+        raise AssertionError(f"not compiled, see the log: {found}")
+    if not all(f["gap"] < 1e-4 for f in found.values()):
+        raise AssertionError(f"gradients differ: {found}")
+    return found
 
 
 def bench_smollm2(check: Check) -> dict[str, Any]:
@@ -235,6 +278,7 @@ PARTS: dict[str, tuple[Callable[[Check], dict[str, Any]], float]] = {
     "bench 8B shape": (bench_8b, 60.0),
     "bench SmolLM2": (bench_smollm2, 40.0),
     "training": (training, 30.0),
+    "compiled": (compiled, 60.0),
     "tests": (tests, 30.0),
 }
 

@@ -80,3 +80,38 @@ def test_peer_compares_equal_work(scripts: Any, monkeypatch: pytest.MonkeyPatch)
     assert drafted["equal_texts"] == 2
     # Every draft is right: 24 tokens are prefill's one and five rounds of K + 1, or just five.
     assert drafted["passes"] == {"ours": 2 * 6, "theirs": 2 * 5}
+
+
+def burnt(milliseconds: float) -> None:
+    until = time.thread_time() + milliseconds / 1e3
+    while time.thread_time() < until:
+        pass
+
+
+def test_parts_of_a_step_are_their_own(scripts: Any) -> None:
+    """What runs inside a part is not that part's, and all parts sum to the whole."""
+    parts = scripts("step_profile").Parts()
+    began = parts.since
+    inner = parts.timed(lambda ms: f"inner {ms}", burnt)
+    outer = parts.timed("outer", lambda: (burnt(10), inner(40), burnt(10)))
+    outer()
+    burnt(5)
+    parts.turn()
+    found = parts.seconds
+    assert found["inner 40"] == pytest.approx(0.04, abs=0.005)
+    assert found["outer"] == pytest.approx(0.02, abs=0.005)
+    assert found["everything else"] == pytest.approx(0.005, abs=0.004)
+    assert sum(found.values()) == pytest.approx(parts.since - began)
+
+
+def test_aims_of_the_step_are_told(scripts: Any) -> None:
+    """The worst size decides; a side that did not fit counts with the memory it was given."""
+    step = scripts("step")
+    size = {"T": 2048, "K": 7, "V": 128256}
+    peaks = {"peak_mib": {"ours": 1000.0, "theirs": None}, "limit_mib": 16000}
+    every = [{"T": 256, "K": 3, "V": 49152, "share": 1.0, "ratio": r} for r in (1.3, 1.1)]
+    text = step.aims([*every, size | peaks | {"share": 1.0}])
+    assert "1.10x to 1.30x, MISSED" in text and "42% learned from: aim >= 1.5x" in text
+    assert "not timed" in text and "< 0.062, met" in text
+    peaks["peak_mib"]["theirs"] = 3000.0
+    assert "0.333, MISSED" in step.aims([size | peaks | {"share": 1.0}])

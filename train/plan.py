@@ -317,8 +317,9 @@ def _memory(recipe: Recipe, outline: Outline, texts: Texts, device: torch.device
 
 def _logits(m: int, n: int, V: int, Vd: int) -> int:
     """Numbers alive at once: the target's laws at m positions, the drafter's in n rows and their
-    gradients (counted in eval/stats.py, checked by benchmarks/objective_memory.py)."""
-    return 3 * m * V + 11 * n * Vd // 2
+    gradients, and its laws where the sampler cuts them (counted in eval/laws.py, checked by
+    benchmarks/objective_memory.py)."""
+    return 4 * m * V + 3 * n * Vd
 
 
 def _disk(recipe: Recipe, outline: Outline, texts: Texts, device: torch.device) -> dict[str, int]:

@@ -247,9 +247,11 @@ def test_modules_of_their_own_are_passed_once(world: World) -> None:
 def test_flops_planted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: a backward pass that costs nothing."""
     real = plan._pass
-    monkeypatch.setattr(
-        plan, "_pass", lambda *args, backward: real(*args, backward=False) if backward else 0.0
-    )
+
+    def free(*args: Any, backward: bool, **more: Any) -> float:
+        return real(*args, backward=False, **more) if backward else 0.0
+
+    monkeypatch.setattr(plan, "_pass", free)
     with pytest.raises(AssertionError):
         check_flops(world, "small")
 

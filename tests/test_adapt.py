@@ -34,7 +34,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target import Target
 from draftsmith.recipes import compare, export, report
 from draftsmith.train import __main__ as train
-from draftsmith.train import adapt, checkpoint, loop, objective, recipe
+from draftsmith.train import adapt, adapters, checkpoint, loop, objective, recipe
 from draftsmith.train.adapt import Adaptation
 from draftsmith.train.packing import collate
 from draftsmith.train.samples import Sample, Samples
@@ -422,23 +422,23 @@ def test_recipes_that_make_no_sense(world: World, changes: dict[str, Any], line:
 def test_targets_that_cannot_be_adapted() -> None:
     target = tiny.target("Llama")
     with pytest.raises(UserError, match="adapt: 999 is above 32, the widest layer's rank"):
-        adapt.check(target, 999)
+        adapters.check(target, 999)
     hf = tiny.hf_model("Qwen3")
     quantised = Target(hf, tiny.tokenizer(), tiny.source("q4"))
     hf.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     with pytest.raises(UserError, match="adapt: the weights of target q4 are quantised"):
-        adapt.check(quantised, RANK)
+        adapters.check(quantised, RANK)
     del hf.config.quantization_config
     hf.generation_config.temperature = 0.5  # without do_sample, as some checkpoints are published
     with pytest.raises(UserError, match="adapt: transformers refuses to store q4's generation_co"):
-        adapt.check(quantised, RANK)
+        adapters.check(quantised, RANK)
     for layer in quantised.layers:
         for name, module in list(layer.named_modules()):
             if isinstance(module, nn.Linear):
                 parent, _, child = name.rpartition(".")
                 setattr(layer.get_submodule(parent), child, nn.Identity())
     with pytest.raises(UserError, match="adapt: target q4 has no linear layers to adapt"):
-        adapt.check(quantised, RANK)
+        adapters.check(quantised, RANK)
 
 
 def test_a_folder_that_is_there(world: World, capsys: pytest.CaptureFixture[str]) -> None:

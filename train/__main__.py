@@ -24,7 +24,7 @@ from draftsmith.drafters.base import family
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
-from draftsmith.train import adapt, checkpoint, plan, recipe, storage, trackers
+from draftsmith.train import adapt, adapters, checkpoint, plan, recipe, storage, trackers
 from draftsmith.train.loop import Trainer
 from draftsmith.train.prompts import Prompt, product_prompts
 from draftsmith.train.ranks import Ranks, check_spread, launched
@@ -55,7 +55,7 @@ def train(chosen: Recipe, target: Target | None = None) -> int:
             # Settings the target cannot take are told now, not after an hour of sampling.
             family(chosen.drafter)(target, chosen.drafter_config())
             if chosen.adapt:
-                adapt.check(target, chosen.adapt)
+                adapters.check(target, chosen.adapt)
             if prompts is None:
                 samples = Samples.open(Path(str(chosen.samples)), target)
             else:

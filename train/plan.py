@@ -26,7 +26,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.layers import SelfAttention
 from draftsmith.drafters.source import resolve
 from draftsmith.eval.replay import ROWS
-from draftsmith.train import adapt, checkpoint, features, storage
+from draftsmith.train import adapters, checkpoint, features, storage
 from draftsmith.train.lora import linears
 from draftsmith.train.pace import Pace
 from draftsmith.train.packing import Stream, teaching
@@ -105,7 +105,7 @@ class Outline:
             self.target = CausalLM(AutoModelForCausalLM.from_config(self.config))
             self.target.requires_grad_(False)
             self.drafter, self.trained = _drafter(recipe, self.target)
-        self.adapted = list(adapt.linears(self.target).values()) if recipe.adapt else []
+        self.adapted = list(adapters.linears(self.target).values()) if recipe.adapt else []
         self.trained += sum(
             (recipe.adapt or 0) * (m.in_features + m.out_features) for m in self.adapted
         )

@@ -26,7 +26,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target import Target
 from draftsmith.eval.evaluate import count_parameters
 from draftsmith.train import __main__ as train
-from draftsmith.train import checkpoint, packing, plan, recipe
+from draftsmith.train import checkpoint, cost, outline, packing, plan, recipe
 from draftsmith.train.adapt import Adaptation
 from draftsmith.train.features import FeatureCache
 from draftsmith.train.loop import Trainer
@@ -113,13 +113,13 @@ def test_parameters(world: World, name: str) -> None:
 
 def test_parameters_planted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: frozen parameters counted among those trained."""
-    real = plan._drafter
+    real = outline.outlined_drafter
 
     def all_of_them(*args: Any) -> Any:
         drafter, _ = real(*args)
         return drafter, sum(p.numel() for p in drafter.parameters())
 
-    monkeypatch.setattr(plan, "_drafter", all_of_them)
+    monkeypatch.setattr(outline, "outlined_drafter", all_of_them)
     with pytest.raises(AssertionError):
         check_parameters(world, "small", built)
 
@@ -246,12 +246,12 @@ def test_modules_of_their_own_are_passed_once(world: World) -> None:
 @pytest.mark.slow
 def test_flops_planted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: a backward pass that costs nothing."""
-    real = plan._pass
+    real = cost._pass
 
     def free(*args: Any, backward: bool, **more: Any) -> float:
         return real(*args, backward=False, **more) if backward else 0.0
 
-    monkeypatch.setattr(plan, "_pass", free)
+    monkeypatch.setattr(cost, "_pass", free)
     with pytest.raises(AssertionError):
         check_flops(world, "small")
 
@@ -305,7 +305,7 @@ def test_feature_cache(world: World) -> None:
 def test_packed_rows(world: World) -> None:
     """The tokens of a row are those that the training stream packs."""
     samples = Samples.open(world.samples, Target.load(str(world.target)), audit=0)
-    texts = plan._texts(recipe.load(world.recipe("rows")))
+    texts = outline.read_texts(recipe.load(world.recipe("rows")))
     stream = packing.Stream(samples, range(len(samples)), 64, seed=0)
     rows, _ = stream.take(Cursor(), stream.rows_per_epoch(0))
     tokens = [sum(int(samples.lengths[i]) for i in row) for row in rows]

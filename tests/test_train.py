@@ -369,20 +369,20 @@ def test_accelerate_launch(world: World) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", ["pair", "pair-cached"])
-def test_two_processes_train_like_one(world: World, pair: str) -> None:
-    """Half the rows each, at the same global batch: gradients are sums over one denominator."""
+def test_two_processes_share_a_cache(world: World) -> None:
+    """Launched by torchrun, they fill and read one feature cache, and train like one process that
+    has none (without a cache: test_ranks.py)."""
     whole = trained(world, "short-eagle")
-    path = world.recipe(pair, rows=1, feature_cache="1GB" if "cached" in pair else None)
+    path = world.recipe("pair", rows=1, feature_cache="1GB")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     done = training.shell(
         [*launcher, "--standalone", "-m", "draftsmith.train", str(path)], world.root
     )
     assert done.returncode == 0, done.stderr
-    one, two = (training.weights(run, STEPS) for run in (whole, world.folder(pair)))
+    one, two = (training.weights(run, STEPS) for run in (whole, world.folder("pair")))
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, atol=1e-4, rtol=1e-3, msg=name)
-    for a, b in zip(metrics(whole), metrics(world.folder(pair)), strict=True):
+    for a, b in zip(metrics(whole), metrics(world.folder("pair")), strict=True):
         assert (a["kind"], a["step"], a["tokens"]) == (b["kind"], b["step"], b["tokens"])
         assert b.get("loss", b.get("tau")) == pytest.approx(a.get("loss", a.get("tau")), rel=1e-3)
     first = training.weights(whole, 4)

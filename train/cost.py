@@ -1,0 +1,175 @@
+"""A plan's figures: memory, disk, the target's states, seconds.
+
+Sizes that follow from shapes are exact (weights, gradients, AdamW's two moments, checkpoints). What
+is alive in between is a count of the largest tensors, fitted to SmolLM2 (benchmarks/plan.py
+compares plan and run); times rest on rates measured on this machine (pace.py). Answers count with
+their full max_new_tokens, and all weights of a mixture of experts as if each token passed them:
+both err upwards.
+"""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from draftsmith.eval.replay import ROWS
+from draftsmith.train import features, storage
+from draftsmith.train.outline import Outline, Texts
+from draftsmith.train.pace import Pace
+from draftsmith.train.recipe import Recipe
+
+FP32 = 4  # bytes
+REPLAYED = 4  # held-out texts read at a time
+BATCH = 16  # answers drawn at a time
+
+
+def checkpoints(recipe: Recipe) -> int:
+    return -(-recipe.steps // recipe.save_every)
+
+
+def target_dtype(outline: Outline, device: torch.device) -> torch.dtype:
+    """The target's: fp32 on the CPU, the checkpoint's own elsewhere (as Target.load has it)."""
+    own = getattr(outline.config, "dtype", None)
+    return own if device.type != "cpu" and isinstance(own, torch.dtype) else torch.float32
+
+
+def memory(recipe: Recipe, outline: Outline, texts: Texts, device: torch.device) -> dict[str, int]:
+    target, trained = outline.target, outline.trained
+    shared = type(outline.drafter).rows_shared
+    depths = 1 if shared else recipe.depths
+    tokens = recipe.rows * recipe.length
+    V, H, Vd = target.vocab_size, target.hidden_size, outline.draft_vocab
+    taps = len(outline.drafter.taps)
+    # Inputs and outputs of every linear, half as much again for norms, activations, residuals; and
+    # the scores that a head of its own attention holds per depth.
+    uses = outline.uses(depths)
+    acts = tokens * uses * 3 * sum(m.in_features + m.out_features for m in outline.body) // 2
+    if outline.attends:
+        heads = target.config.num_attention_heads
+        acts += 5 * depths * recipe.rows * heads * recipe.length**2 // 2
+    learned = int(tokens * texts.share)
+    rows = min(recipe.chunk, learned * depths)
+    training = _logits(rows // depths, rows, V, Vd)
+    replayed = min(ROWS // recipe.k, REPLAYED * texts.made // len(texts.lengths))
+    replay = _logits(replayed, replayed if shared else replayed * recipe.k, V, Vd)
+    laws = 7 * (recipe.chunk // depths) * V if outline.adapted else 0  # of both targets at a time
+    parts = {
+        "target weights": outline.target_size * target_dtype(outline, device).itemsize,
+        "drafter weights": FP32 * trained,
+        "gradients": FP32 * trained,
+        "optimizer states": 2 * FP32 * trained,
+        "features and activations": FP32 * (tokens * H * (taps + 4) + acts),
+        "logits of one chunk": FP32 * max(training, replay, laws),
+    }
+    if outline.adapted:  # inputs and outputs of its linears, and half as much again, as above
+        sizes = sum(m.in_features + m.out_features for m in outline.adapted)
+        kept = tokens * 3 * sizes // 2
+        parts["activations of the target"] = kept * target_dtype(outline, device).itemsize
+    if device.type == "cpu":
+        parts = {"program and libraries": psutil.Process().memory_info().rss} | parts
+    return parts
+
+
+def _logits(m: int, n: int, V: int, Vd: int) -> int:
+    """Numbers alive at once: the target's laws at m positions, the drafter's in n rows and their
+    gradients, and its laws where the sampler cuts them (counted in eval/laws.py, checked by
+    benchmarks/objective_memory.py)."""
+    return 4 * m * V + 3 * n * Vd
+
+
+def disk(recipe: Recipe, outline: Outline, texts: Texts, device: torch.device) -> dict[str, int]:
+    # fp32 weights and two moments in each checkpoint
+    parts = {"checkpoints": checkpoints(recipe) * 3 * FP32 * outline.trained}
+    if not texts.drawn:
+        parts["samples"] = storage.size(len(texts.lengths), texts.tokens)
+    if recipe.adapt:
+        parts["new target"] = outline.target_size * target_dtype(outline, device).itemsize
+    if recipe.feature_cache:
+        name = _words(features.stored_dtype(recipe, target_dtype(outline, device)))
+        parts["feature cache"] = states(recipe, outline, texts, device)[name][0]
+    return parts
+
+
+def states(
+    recipe: Recipe, outline: Outline, texts: Texts, device: torch.device
+) -> dict[str, tuple[int, int]]:
+    once = texts.epoch(recipe.length)
+    learned = recipe.steps * recipe.rows * recipe.accumulation * texts.row(recipe.length)
+    taps, target = outline.drafter.taps, outline.target
+    options = {"online": (0, int(learned))}
+    for dtype in dict.fromkeys((target_dtype(outline, device), torch.bfloat16)):
+        each = features.token_bytes(taps, target.num_layers, target.hidden_size, dtype)
+        options[_words(dtype)] = each * once, once
+    return options
+
+
+def _words(dtype: torch.dtype) -> str:
+    return f"cached, {str(dtype).removeprefix('torch.')}"
+
+
+def seconds(
+    recipe: Recipe, outline: Outline, texts: Texts, device: torch.device
+) -> dict[str, float]:
+    target = outline.target
+    H, V = target.hidden_size, target.vocab_size
+    inner = getattr(target.config, "intermediate_size", None) or 4 * H
+    pace = Pace(device, target_dtype(outline, device), H, inner, V)
+    row, each = texts.row(recipe.length), texts.tokens / len(texts.lengths)
+    micro = _pass(
+        recipe, outline, pace, recipe.rows, row, texts.share, backward=True,
+        read=not recipe.feature_cache,
+    )  # fmt: skip
+    # Clipping and AdamW: a dozen walks over the weights.
+    step = recipe.accumulation * micro + 12 * outline.trained / pace.rowwise
+    batch = _pass(recipe, outline, pace, REPLAYED, each, texts.share, backward=False)
+    replays = (checkpoints(recipe) + 1) * recipe.heldout / REPLAYED
+    parts = {"training": recipe.steps * step, "replays": replays * batch}
+    if recipe.feature_cache:
+        once, rows = texts.epoch(recipe.length), int(recipe.rows * row)
+        parts = {"features": _reading(outline, once, row) / pace.matmul(rows)} | parts
+    if not texts.drawn:
+        prompt = 2 * outline.target_body * (texts.tokens - texts.made) / pace.matmul(1024)
+        draws = texts.made / BATCH  # decoding steps
+        one_step = 2 * (outline.target_body + V * H) * BATCH / pace.matmul(BATCH)
+        parts = {"sampling": prompt + draws * (one_step + 2 * BATCH * V / pace.rowwise)} | parts
+    return parts
+
+
+def _pass(
+    recipe: Recipe,
+    outline: Outline,
+    pace: Pace,
+    rows: int,
+    length: float,
+    share: float,
+    backward: bool,
+    read: bool = True,
+) -> float:
+    """Seconds to read `rows` rows of `length` tokens (read False: their states are on disk), unroll
+    the drafter and compare it."""
+    target = outline.target
+    H, V, Vd = target.hidden_size, target.vocab_size, outline.draft_vocab
+    shared = type(outline.drafter).rows_shared
+    depths = 1 if shared else recipe.depths if backward else recipe.k
+    tokens = rows * length
+    compared = tokens * share  # positions whose target law is needed
+    passes = 3 if backward else 1  # forward, and the gradients of inputs and of weights
+    of_head = passes - (backward and not outline.head_trained)
+    scores = 4 * length * H  # of a token in one layer's attention
+    work = 2 * V * H * compared + (_reading(outline, tokens, length) if read else 0)
+    if outline.adapted:  # the target's forward, without and with adapters, and its states' gradient
+        work *= 1 + (2 * (1 - recipe.adapt_after) if backward else 2)
+    body = 2 * outline.uses(depths) * outline.drafter_body
+    if outline.anchors_only:  # and what most weights read is frozen: no gradient goes through them
+        work += (passes - backward) * compared * body
+    else:
+        work += passes * tokens * (body + depths * scores * outline.attends)
+    work += of_head * depths * compared * 2 * Vd * H
+    walks = compared * (2 * V + (5 if backward else 3) * depths * Vd)
+    return work / pace.matmul(int(tokens)) + walks / pace.rowwise
+
+
+def _reading(outline: Outline, tokens: float, length: float) -> float:
+    """Operations of the target's body on tokens in texts of `length`."""
+    scores = 4 * length * outline.target.hidden_size
+    return tokens * (2 * outline.target_body + scores * outline.target.num_layers)

@@ -1,0 +1,153 @@
+"""A recipe's target, drafter and texts by their configs alone: shapes and lengths, no weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from draftsmith.drafters.base import Drafter, family
+from draftsmith.drafters.causal_lm import CausalLM
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.layers import SelfAttention
+from draftsmith.drafters.source import resolve
+from draftsmith.train import adapters, storage
+from draftsmith.train.lora import linears
+from draftsmith.train.packing import Stream, teaching
+from draftsmith.train.prompts import Prompt, product_prompts
+from draftsmith.train.recipe import Recipe
+from draftsmith.train.samples import Samples
+from draftsmith.train.sources import TRAIN
+from draftsmith.train.suites import read_suite
+
+
+@dataclass
+class Texts:
+    """Samples that are there (drawn), or what prompts will give when they are answered.
+
+    lengths and first_made as in `Samples`; made: target-made tokens of all.
+    """
+
+    folder: Path
+    lengths: Tensor
+    first_made: Tensor
+    made: int
+    drawn: bool
+
+    @property
+    def tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    @property
+    def share(self) -> float:
+        """Of the tokens read, those that the target made."""
+        return self.made / self.tokens
+
+    def epoch(self, length: int) -> int:
+        """Tokens of all texts that teach anything, cut at `length`."""
+        kept = teaching(cast(Samples, self), length)
+        return int(self.lengths[kept].clamp(max=length).sum())
+
+    def row(self, length: int) -> float:
+        """Tokens in a packed row of `length`: texts do not fill it to the end."""
+        kept = teaching(cast(Samples, self), length)
+        stream = Stream(cast(Samples, self), kept, length, seed=0)
+        return self.epoch(length) / stream.rows_per_epoch(0)
+
+
+class Outline:
+    """Target and drafter of a recipe without their weights.
+
+    Raises UserError for a target whose config cannot be had, and for settings it cannot take.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.config = _config(recipe.target)
+        with torch.device("meta"):
+            self.target = CausalLM(AutoModelForCausalLM.from_config(self.config))
+            self.target.requires_grad_(False)
+            self.drafter, self.trained = outlined_drafter(recipe, self.target)
+        self.adapted = list(adapters.linears(self.target).values()) if recipe.adapt else []
+        self.trained += sum(
+            (recipe.adapt or 0) * (m.in_features + m.out_features) for m in self.adapted
+        )
+        head = self.target.lm_head.weight
+        self.target_size = _count(self.target)
+        embeddings = {id(p): p.numel() for p in (head, self.target.embedding.weight)}
+        self.target_body = self.target_size - sum(embeddings.values())
+        settings = self.drafter.config
+        self.draft_vocab = getattr(settings, "draft_vocab", None) or self.drafter.vocab.draft_size
+        linears = [m for m in self.drafter.modules() if isinstance(m, nn.Linear)]
+        heads = [m for m in linears if m.out_features in (self.draft_vocab, len(head))]
+        self.head_trained = any(m.weight.requires_grad for m in heads)
+        self.body = [m for m in linears if m not in heads]
+        self.attends = any(isinstance(m, SelfAttention) for m in self.drafter.modules())
+        # Without keys, a drafter reads anchors alone.
+        self.anchors_only = not self.attends and not self.drafter.rows_shared
+        longest = self.drafter.longest
+        if longest is not None and recipe.depths != longest:
+            raise UserError(
+                f"depths: {recipe.depths} in training, and the drafter has weights for {longest}: "
+                f"set depths: {longest}, or change the drafter"
+            )
+
+    @property
+    def drafter_body(self) -> int:
+        """Weights that a drafted token passes, the head's apart."""
+        return sum(m.weight.numel() for m in self.body)
+
+    def uses(self, depths: int) -> int:
+        """How often a row passes each of those: once, where every depth has weights of its own."""
+        return depths if self.drafter.longest is None else 1
+
+
+def _count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _config(spec: str) -> Any:
+    source = resolve(spec, weights=False)
+    try:
+        return AutoConfig.from_pretrained(source.path)
+    except (OSError, ValueError, KeyError) as error:
+        line = str(error).strip().splitlines()[0]
+        raise UserError(f"target {spec}: transformers cannot read its config ({line})") from None
+
+
+def outlined_drafter(recipe: Recipe, target: Any) -> tuple[Drafter, int]:
+    """The drafter, on the meta device, and how many of its parameters are trained."""
+    settings: Any = recipe.drafter_config()
+    if getattr(settings, "checkpoint", None):  # its weights are not wanted
+        about = _config(settings.checkpoint).to_dict()
+        settings = settings.model_copy(update={"architecture": about})
+    drafter = family(recipe.drafter)(target, settings)
+    if recipe.lora:
+        layers = linears(drafter).values()
+        return drafter, sum(recipe.lora * (m.in_features + m.out_features) for m in layers)
+    return drafter, sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+
+
+def read_texts(recipe: Recipe) -> Texts:
+    """Raises UserError for samples or prompts that cannot be read."""
+    if recipe.samples is not None:
+        folder = Path(recipe.samples)
+        manifest = storage.read_manifest(folder)
+        samples = Samples(folder, manifest, storage.load(folder / storage.ROWS))
+        made = int(samples.token_counts().sum())
+        return Texts(folder, samples.lengths, samples.first_made, made, drawn=True)
+    prompts = read_suite(recipe.prompts, TRAIN) if recipe.prompts else product_prompts("train")
+    asked = torch.tensor([_about_tokens(p) for p in prompts])
+    answers = torch.tensor([(1 + len(p.later)) * recipe.max_new_tokens for p in prompts])
+    return Texts(recipe.folder, asked + answers, asked, int(answers.sum()), drawn=False)
+
+
+def _about_tokens(prompt: Prompt) -> int:
+    """Four characters a token, and the template's share: no tokenizer is loaded."""
+    if prompt.ids is not None:
+        return len(prompt.ids)
+    turns = [prompt.messages or (), *prompt.later]
+    return sum(24 + sum(len(m["content"]) for m in turn) // 4 for turn in turns)

@@ -25,7 +25,7 @@ from draftsmith.eval.decoder import accept
 from draftsmith.eval.decoder.accept import Accepted
 from draftsmith.eval.rehearsal import Rehearsed
 from draftsmith.eval.subject import GREEDY, Subject, divergence, untrained
-from test_cli import door, signals  # noqa: F401  (fixtures)
+from test_cli import door  # noqa: F401  (a fixture)
 
 VOCAB = 12
 QUICK = ("Llama", "Gemma3", "GptOss", "DeepseekV3", "Bloom")

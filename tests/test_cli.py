@@ -10,9 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +74,6 @@ def saved(world: World) -> dict[str, Path]:
         out[name].mkdir()
         base.save(drafter, out[name])
     return out
-
-
-@pytest.fixture(autouse=True)
-def signals() -> Iterator[None]:
-    """Training leaves its SIGTERM handler behind."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: Any) -> int:

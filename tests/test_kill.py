@@ -51,15 +51,9 @@ def whole(world: World) -> Path:
 
 
 def kill_when(path: Path, ready: Callable[[], bool], before: Callable[[], None]) -> None:
-    """Starts a run and kills it as soon as `ready`, looked at a thousand times a second."""
+    """Starts a run and kills it as soon as `ready`."""
     process = training.fork(path, before)
-    deadline = time.monotonic() + 120
-    while not ready():
-        assert process.is_alive(), f"ended by itself, code {process.exitcode}"
-        assert time.monotonic() < deadline
-        time.sleep(1e-3)
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
+    training.kill(process, ready)
     process.join()
     assert process.exitcode == -signal.SIGKILL
 

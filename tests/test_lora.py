@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +23,6 @@ from draftsmith.train.lora import Lora
 from training import World
 
 RANK, STEPS = 2, 6
-
-
-@pytest.fixture(autouse=True)
-def _signals() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="module")

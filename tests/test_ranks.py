@@ -7,7 +7,6 @@ Runs are compared with those of one process: samples as bytes, weights to roundi
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import signal
@@ -145,16 +144,6 @@ def ended(processes: list[BaseProcess], seconds: float = 90) -> list[int | None]
     return codes
 
 
-def kill(process: BaseProcess, ready: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not ready():
-        assert process.is_alive(), f"ended by itself, code {process.exitcode}"
-        assert time.monotonic() < deadline
-        time.sleep(1e-3)
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_killed_answers_go_on_with_another_count(world: World, tmp_path: Path, seed: int) -> None:
@@ -166,7 +155,9 @@ def test_killed_answers_go_on_with_another_count(world: World, tmp_path: Path, s
     begun = training.launch(training.answer_together, 2, log, *about, True)
     parts = folder / storage.PARTS
     stored = draw.randint(1, 5)
-    kill(begun[seed], lambda: parts.is_dir() and len(list(parts.glob("*-*-*[!p]"))) >= stored)
+    training.kill(
+        begun[seed], lambda: parts.is_dir() and len(list(parts.glob("*-*-*[!p]"))) >= stored
+    )
     codes = ended(begun)
     assert codes[seed] == -signal.SIGKILL and codes[1 - seed] == 1
     words = (tmp_path / f"log.{1 - seed}").read_text()
@@ -249,7 +240,7 @@ def test_killed_training_goes_on_with_another_count(
     path = str(world.recipe("killed", rows=1))
     run = world.folder("killed")
     pair = training.launch(training.train_together, 2, tmp_path / "log", [path], training.slowed)
-    kill(pair[1], lambda: (run / "checkpoint-4").exists())
+    training.kill(pair[1], lambda: (run / "checkpoint-4").exists())
     killed = time.monotonic()
     assert ended(pair) == [2, -signal.SIGKILL]
     assert time.monotonic() - killed < 30

@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -38,14 +37,6 @@ STEPS = 9
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(tmp_path_factory.mktemp("world"))
-
-
-@pytest.fixture(autouse=True)
-def signals() -> Iterator[None]:
-    """A run in this process leaves its SIGTERM handler behind."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 def trained(world: World, name: str, drafter: str = "eagle", **changes: Any) -> Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -212,6 +213,17 @@ def _forked(function: Callable[..., None], *args: Any) -> BaseProcess:
     process = context.Process(target=function, args=args)
     process.start()
     return process
+
+
+def kill(process: BaseProcess, ready: Callable[[], bool]) -> None:
+    """Kills a process as soon as `ready`, looked at a thousand times a second."""
+    deadline = time.monotonic() + 120
+    while not ready():
+        assert process.is_alive(), f"ended by itself, code {process.exitcode}"
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
 
 
 # ---------------------------------------------------------------- what a killed process is like

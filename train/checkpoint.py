@@ -30,7 +30,7 @@ from torch import Tensor
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
-from draftsmith.train import trackers
+from draftsmith.train import storage, trackers
 from draftsmith.train.recipe import Recipe, parse
 
 # Keys that do not decide the weights: a run may go on with other values. (What the samples hold
@@ -46,21 +46,11 @@ def claimed(recipe: Recipe) -> Iterator[None]:
     that is going on, or cannot be written.
     """
     folder = recipe.folder
-    lock = FileLock(folder / ".lock")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise UserError(
-            f"{folder}: another process is training there; wait for it, or give another name"
-        ) from None
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror}); change runs") from None
-    try:
+    taken = f"{folder}: another process is training there; wait for it, or give another name"
+    unwritable = f"{folder}: cannot be written ({{reason}}); change runs"
+    with storage.locked(folder, taken, unwritable):
         _claim(recipe)
         yield
-    finally:
-        lock.release()
 
 
 def check_idle(folder: Path) -> None:

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -35,7 +34,7 @@ from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.causal_lm import Tap
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target import Target
-from draftsmith.train import checkpoint, record
+from draftsmith.train import checkpoint, record, storage
 from draftsmith.train.packing import Cursor, Stream, collate, teaching
 from draftsmith.train.progress import CountLine
 from draftsmith.train.reader import Samples, dtype_name
@@ -162,24 +161,14 @@ class FeatureCache:
     @contextmanager
     def _claimed(self) -> Iterator[None]:
         """Makes the folder, and keeps other runs from computing the same; a kill ends the claim."""
-        lock = FileLock(self.folder / ".lock")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise UserError(
-                f"feature_cache: another run is filling {self.folder}; wait for it, and run again"
-            ) from None
-        except OSError as error:
-            raise UserError(
-                f"feature_cache: {self.folder} cannot be written ({error.strerror}); copy the "
-                "samples to where it can, or leave the key out"
-            ) from None
-        try:
+        taken = f"feature_cache: another run is filling {self.folder}; wait for it, and run again"
+        unwritable = (
+            f"feature_cache: {self.folder} cannot be written ({{reason}}); copy the samples to "
+            "where it can, or leave the key out"
+        )
+        with storage.locked(self.folder, taken, unwritable):
             checkpoint.write(self.folder / "about.json", json.dumps(self.about, indent=1) + "\n")
             yield
-        finally:
-            lock.release()
 
     def _compute(self, accelerator: Accelerator) -> None:
         # By number, not by what is missing: that changes while others write.

@@ -78,10 +78,11 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 @contextmanager
-def claimed(folder: Path) -> Iterator[None]:
-    """Makes the folder and keeps other runs out of it; a killed run's claim ends with it.
+def locked(folder: Path, taken: str, unwritable: str) -> Iterator[None]:
+    """Makes a folder and keeps other processes out of it; a killed one's lock ends with it.
 
-    Raises UserError: another run is writing there, or it holds other files than samples.
+    Raises UserError: `taken` where another one holds it; `unwritable`, its {reason} filled in,
+    where it cannot be made or locked.
     """
     from filelock import FileLock, Timeout
 
@@ -90,19 +91,32 @@ def claimed(folder: Path) -> Iterator[None]:
         lock = FileLock(folder / ".lock")
         lock.acquire(timeout=0)
     except Timeout:
-        raise UserError(f"samples {folder}: another run is writing there; wait for it") from None
+        raise UserError(taken) from None
     except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise UserError(f"samples {folder}: cannot be written ({reason}); name another") from None
+        raise UserError(
+            unwritable.replace("{reason}", error.strerror or type(error).__name__)
+        ) from None
     try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Makes the folder and keeps other runs out of it; a killed run's claim ends with it.
+
+    Raises UserError: another run is writing there, or it holds other files than samples.
+    """
+    taken = f"samples {folder}: another run is writing there; wait for it"
+    unwritable = f"samples {folder}: cannot be written ({{reason}}); name another"
+    with locked(folder, taken, unwritable):
         others = {f.name for f in folder.iterdir()} - {".lock", f"{MANIFEST}.tmp"}
         if others and MANIFEST not in others:
             raise UserError(
                 f"samples {folder}: holds other files ({min(others)}); name an empty folder"
             )
         yield
-    finally:
-        lock.release()
 
 
 def size(texts: int, tokens: int) -> int:

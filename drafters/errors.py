@@ -3,3 +3,12 @@
 
 class UserError(ValueError):
     """One line naming file, field and remedy; the command line prints it and exits with code 2."""
+
+
+def model_error(spec: str, text: str) -> UserError:
+    return UserError(f"model {spec!r}: {text}")
+
+
+def reason(error: BaseException) -> str:
+    """The error as part of one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -31,8 +31,9 @@ from draftsmith.drafters.causal_lm import CausalLM
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.sampling import Noise, Sampler
-from draftsmith.drafters.source import resolve, tokenizer_hash
+from draftsmith.drafters.source import resolve
 from draftsmith.drafters.target import Target
+from draftsmith.drafters.tokenizer_hash import tokenizer_hash
 from draftsmith.drafters.vocab import VocabMap
 
 

@@ -27,7 +27,8 @@ from draftsmith.drafters.cache import Slab
 from draftsmith.drafters.causal_lm import CausalLM, Tap, TargetOutput
 from draftsmith.drafters.chain_cache import ChainCache, RowCache
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.source import Source, resolve, template_hash, tokenizer_hash
+from draftsmith.drafters.source import Source, resolve
+from draftsmith.drafters.tokenizer_hash import template_hash, tokenizer_hash
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers import PreTrainedTokenizerFast as Fast
 
-from draftsmith.drafters import source
+from draftsmith.drafters import gguf_source
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.source import Source, resolve, template_hash, tokenizer_hash
+from draftsmith.drafters.source import Source, resolve
+from draftsmith.drafters.tokenizer_hash import template_hash, tokenizer_hash
+from draftsmith.drafters.weight_files import MIB, fingerprint
 
 HEADS, KV_HEADS = 4, 2
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -171,10 +173,10 @@ def test_folder_and_its_revision(tiny: Tiny) -> None:
 
 def test_fingerprint_reads_the_middle_of_a_large_file(tmp_path: Path) -> None:
     file = tmp_path / "large"
-    file.write_bytes(bytes(6 * source.MIB))
-    before = source._fingerprint(file)
-    flip(file, 3 * source.MIB + source.MIB // 64)
-    assert source._fingerprint(file) != before
+    file.write_bytes(bytes(6 * MIB))
+    before = fingerprint(file)
+    flip(file, 3 * MIB + MIB // 64)
+    assert fingerprint(file) != before
 
 
 def test_broken_folders(tiny: Tiny) -> None:
@@ -225,7 +227,7 @@ def test_hub_id_from_the_local_cache(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_gguf_becomes_the_same_model_in_fp32(tiny: Tiny, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, source.__name__):
+    with caplog.at_level(logging.INFO, gguf_source.__name__):
         found = resolve(str(tiny.gguf))
     assert "dequantising tiny.gguf" in caplog.text
     assert found.kind == "gguf" and Path(found.path).parent == tiny.gguf.parent / "cache"
@@ -244,7 +246,7 @@ def test_gguf_becomes_the_same_model_in_fp32(tiny: Tiny, caplog: pytest.LogCaptu
     assert template_hash(tokenizer) == template_hash(theirs)
 
     caplog.clear()
-    with caplog.at_level(logging.INFO, source.__name__):
+    with caplog.at_level(logging.INFO, gguf_source.__name__):
         assert resolve(str(tiny.gguf)) == found
     assert not caplog.text, "the second time comes from the cache"
     (Path(found.path) / "model.safetensors").write_bytes(b"half")
@@ -278,7 +280,7 @@ def test_broken_ggufs(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cache_folder_and_disk(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": 1 << 20})
-    monkeypatch.setattr(source.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(gguf_source.shutil, "disk_usage", lambda path: usage)
     refused(tiny.gguf, "need 0.06 GiB", "has 0.00 GiB", "set DRAFTSMITH_CACHE")
     (tiny.gguf.parent / "file").touch()
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tiny.gguf.parent / "file" / "cache"))

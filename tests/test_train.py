@@ -26,7 +26,7 @@ import training
 from draftsmith.drafters import base
 from draftsmith.drafters.target import Target
 from draftsmith.train import __main__ as train
-from draftsmith.train import checkpoint, loop
+from draftsmith.train import checkpoint, learner, loop
 from draftsmith.train.loop import Trainer
 from draftsmith.train.packing import Cursor, Stream
 from training import World, differences, metrics
@@ -119,7 +119,7 @@ def test_rows_of_a_step_are_alike_in_a_micro_batch(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Less padding, the same losses and tau to rounding as in the order of the stream."""
-    collate, widths = loop.collate, []
+    collate, widths = learner.collate, []
 
     def counted(samples: Any, rows: list[list[int]], length: int) -> Any:
         batch = collate(samples, rows, length)
@@ -132,7 +132,7 @@ def test_rows_of_a_step_are_alike_in_a_micro_batch(
         padded = 1 - sum(real for real, _ in widths) / sum(size for _, size in widths)
         return padded, [m.get("loss", m.get("tau")) for m in log]
 
-    monkeypatch.setattr(loop, "collate", counted)
+    monkeypatch.setattr(learner, "collate", counted)
     alike, losses = run("alike")
     monkeypatch.setattr(Stream, "tokens", lambda self, row: 0)
     given, same = run("as-given")
@@ -206,7 +206,7 @@ def test_accumulation_changes_nothing(world: World, monkeypatch: pytest.MonkeyPa
     assert apart(whole, trained(world, "one-by-one", rows=1, accumulation=4)) < 1e-3
 
     def mean_of_means(self: Trainer, batch: Any, rows: Any, total: float) -> Any:
-        own = loop.denominator(batch, self.depths, self.objective)
+        own = learner.denominator(batch, self.depths, self.objective)
         return micro(self, batch, rows, max(own, 1.0) * self.recipe.accumulation)
 
     micro = Trainer._micro

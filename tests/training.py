@@ -30,7 +30,7 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.recipes import card, export
 from draftsmith.train import __main__ as train
-from draftsmith.train import checkpoint, features, loop, ranks, storage
+from draftsmith.train import checkpoint, features, learner, ranks, storage
 from draftsmith.train.loop import Trainer
 from draftsmith.train.samples import generate
 from draftsmith.train.sources import read_prompts
@@ -288,7 +288,7 @@ def written_in_place() -> None:
 
 def local_denominators() -> None:
     """As data parallel training has it: the mean of each process's own mean."""
-    summed = loop.summed
+    summed = learner.summed
 
     def own(accelerator: Any, tensor: torch.Tensor) -> torch.Tensor:
         whole = summed(accelerator, tensor)
@@ -297,7 +297,7 @@ def local_denominators() -> None:
             return torch.stack([tensor[0] * accelerator.num_processes, whole[1]])
         return whole
 
-    loop.summed = own
+    learner.summed = own
 
 
 def forgets_the_batch() -> None:

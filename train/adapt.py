@@ -89,7 +89,7 @@ class Adaptation(Trainer):
         self.first = int(recipe.adapt_after * recipe.steps)  # step that begins to adapt
         self.heads = self.trained
         self.trained = [*self.heads, *self.adapters.weights.values()]
-        self.learner = nn.ModuleDict({"heads": self.drafter, "target": target.hf})
+        self.learning = nn.ModuleDict({"heads": self.drafter, "target": target.hf})
         groups = [
             {"params": self.heads, "lr": recipe.lr},
             {"params": list(self.adapters.weights.values()), "lr": recipe.adapt_lr},

@@ -1,33 +1,22 @@
 """The training loop: samples -> drafter, resumable bit for bit on CPU.
 
-The target is frozen, and runs inside the step unless its states are cached (features.py). Gradients
-of all micro-batches and processes are sums over one global denominator, reduced once a step:
-nothing depends on how the global batch was cut, and a run goes on with any number of processes.
-Every process makes the same collectives in every step, whatever its rows hold. The best checkpoint
-is the one with the highest replay tau on held-out conversations, never the one with the lowest
-loss.
+The best checkpoint is the one with the highest replay tau on held-out conversations, never the one
+with the lowest loss.
 """
 
 from __future__ import annotations
 
-import math
 import shutil
 import signal
 import sys
 import time
-import zlib
 from dataclasses import asdict
 from types import FrameType
 from typing import Any
 
-import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
-from torch import nn
-from transformers import get_cosine_schedule_with_warmup
 
 from draftsmith.drafters import base
-from draftsmith.drafters.base import family
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target import Target
@@ -36,75 +25,27 @@ from draftsmith.eval.replay import replay
 from draftsmith.train import checkpoint, trackers, watch
 from draftsmith.train.checkpoint import Metrics, read_metrics
 from draftsmith.train.features import FeatureCache
-from draftsmith.train.lora import Lora
-from draftsmith.train.objective import LOSSES, Objective, backward, denominator
-from draftsmith.train.packing import Cursor, Stream, alone, collate
-from draftsmith.train.prior import token_counts
+from draftsmith.train.learner import Learner
+from draftsmith.train.packing import alone, collate
 from draftsmith.train.progress import ProgressLine
-from draftsmith.train.ranks import summed
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples import Samples
-from draftsmith.train.start import fresh
-from draftsmith.train.weights import Running, Sums
+from draftsmith.train.weights import Sums
 
 STOPPED = 143  # 128 + SIGTERM
 
 
-class Trainer:
+class Trainer(Learner):
     """One run of one recipe. `run()` returns the process's exit code."""
 
     def __init__(self, recipe: Recipe, target: Target, samples: Samples, accelerator: Accelerator):
-        self.recipe, self.target, self.accelerator = recipe, target, accelerator
-        self.samples = samples
-        self.learn, self.heldout = samples.split(recipe.heldout, recipe.seed)
-        if not self.learn:
-            raise UserError(
-                f"heldout: {recipe.heldout} of {len(samples)} conversations leaves none to train on"
-            )
-        set_seed(recipe.seed)  # every generator whose state a checkpoint holds
-        wanted = getattr(recipe.drafter_config(), "draft_vocab", None)
-        counts = token_counts(target, samples, self.learn, wanted)
-        cls = family(recipe.drafter)
-        self.drafter = fresh(recipe, target, counts)
-        self.lora = Lora(self.drafter, recipe.lora) if recipe.lora else None
-        self.drafter.to(accelerator.device)
-        self.coverage = self.drafter.vocab.coverage(counts.to(accelerator.device))
-        for threshold in recipe.switch_alpha:
-            if threshold >= self.coverage:
-                raise UserError(
-                    f"switch_alpha: {threshold} can never be met: the draft vocabulary covers "
-                    f"{self.coverage:.1%} of the answers; lower it, or raise draft_vocab"
-                )
-        # A row that serves every depth already stands at depth 0, unless depths are multiplied.
-        chained = any(LOSSES[loss].chained for loss in recipe.losses)
-        self.depths = 1 if cls.rows_shared and not chained else recipe.depths
-        self.learner: nn.Module = self.drafter  # all that has gradients
-        self.trained = [p for p in self.drafter.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(
-            self.trained, lr=recipe.lr, betas=(0.9, 0.95), weight_decay=recipe.weight_decay
-        )
-        warmup = int(recipe.warmup * recipe.steps)
-        self.schedule = get_cosine_schedule_with_warmup(self.optimizer, warmup, recipe.steps)
-        self.stream = Stream(samples, self.learn, recipe.length, recipe.seed)
-        self.batch = recipe.rows * recipe.accumulation * accelerator.num_processes  # rows a step
-        self.cursor = Cursor()
-        self.features: FeatureCache | None = None  # None: the target runs in the step
-        self.step = 0
-        self.tokens = 0  # positions learned from so far
+        super().__init__(recipe, target, samples, accelerator)
         self.tau = float("nan")  # the last replay's
         self.began = time.perf_counter()
         self.metrics: Metrics | None = None  # both on the main process only
         self.line: ProgressLine | None = None
-        self.running = Running.start(self.depths)  # what losses and the curriculum go by
-        self.still = {n for n, p in self.drafter.named_parameters() if p.requires_grad}  # unmoved
-        self.norms: dict[str, float] = {}  # of the last step's gradients, before clipping
         self.window = Sums.zero(self.depths)  # since the last line of the log
         self.stopping = False
-
-    @property
-    def objective(self) -> Objective:
-        """The one that the curriculum has come to."""
-        return self.recipe.objectives[self.running.stage]
 
     def run(self) -> int:
         """Trains to the last step, or to SIGTERM; saves on either."""
@@ -134,6 +75,8 @@ class Trainer:
         while self.step < recipe.steps:
             sums, norm = self._step()
             self.window.add(sums)
+            if self.running.advance(recipe.switch_alpha):
+                self._tell_of_switch()
             if self._logs(self.step):
                 self._log(norm, (self.tokens - tokens) / (time.perf_counter() - began))
                 tokens, began = self.tokens, time.perf_counter()
@@ -160,12 +103,17 @@ class Trainer:
         self.features = FeatureCache(self.recipe, self.target, self.samples, taps, precision)
         self.features.prepare(self.accelerator)
 
+    def _tell_of_switch(self) -> None:
+        self._say(
+            f"step {self.step}: alpha_0 {float(self.running.mean_alpha[0]):.3f} has passed "
+            f"{self.recipe.switch_alpha[self.running.stage - 1]}: {self.objective.loss} from here "
+            "on"
+        )
+        self._write(kind="switch", loss=self.objective.loss)
+
     def _due(self) -> bool:
         """Whether this step gets a checkpoint and a replay."""
         return self.step % self.recipe.save_every == 0 or self.step == self.recipe.steps
-
-    def _logs(self, step: int) -> bool:
-        return step % self.recipe.log_every == 0 or step == self.recipe.steps
 
     def _replayed(self) -> bool:
         found = self.accelerator.is_main_process  # whose log it is
@@ -202,74 +150,6 @@ class Trainer:
         if best is None:  # the main process has yet to write it
             return "none is replayed"
         return f"best is checkpoint-{best['step']}, replay tau {best['tau']:.3f} at k={best['k']}"
-
-    def _step(self) -> tuple[Sums, float]:
-        """One optimizer step over the next `batch` packed rows."""
-        recipe, accelerator = self.recipe, self.accelerator
-        rows, self.cursor = self.stream.take(self.cursor, self.batch)
-        # Alike in a micro-batch, and in those that processes read at the same time; a step is a sum
-        # over its rows in any order.
-        rows.sort(key=self.stream.tokens, reverse=True)
-        mine = rows[accelerator.process_index :: accelerator.num_processes]
-        parts = [mine[i : i + recipe.rows] for i in range(0, len(mine), recipe.rows)]
-        batches = [collate(self.samples, part, recipe.length) for part in parts]
-        # Learned positions, and the denominator of the whole global batch.
-        local = torch.tensor(
-            [sum(denominator(b, self.depths, self.objective) for b in batches),
-             sum(denominator(b, 1, self.objective) for b in batches)],
-            device=accelerator.device,
-        )  # fmt: skip
-        total, learned = summed(accelerator, local).tolist()
-        self.optimizer.zero_grad(set_to_none=True)
-        sums = Sums.zero(self.depths)
-        for batch, part in zip(batches, parts, strict=True):
-            sums.add(self._micro(batch.to(accelerator.device), part, max(total, 1.0)))
-        if accelerator.num_processes > 1:
-            sums = sums.reduced(accelerator)
-        for parameter in self.trained:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad = summed(accelerator, parameter.grad)
-        self.still = watch.still(self.still, self.drafter)
-        if self._logs(self.step + 1):
-            self.norms = watch.gradient_norms(self.learner)
-        whole = torch.nn.utils.get_total_norm([p.grad for p in self.trained if p.grad is not None])
-        norm = whole.item()
-        if not math.isfinite(norm):  # told before clipping spreads it over every gradient
-            watch.check_finite(self.step + 1, watch.gradients(self.learner))
-        torch.nn.utils.clip_grads_with_norm_(self.trained, recipe.clip, whole)
-        self.optimizer.step()
-        self.schedule.step()
-        self.step += 1
-        self.tokens += int(learned)
-        self.running.update(sums)
-        if self.running.advance(recipe.switch_alpha):
-            self._say(
-                f"step {self.step}: alpha_0 {float(self.running.mean_alpha[0]):.3f} has passed "
-                f"{recipe.switch_alpha[self.running.stage - 1]}: {self.objective.loss} from here on"
-            )
-            self._write(kind="switch", loss=self.objective.loss)
-        return sums, norm
-
-    def _micro(self, batch: Batch, rows: list[list[int]], total: float) -> Sums:
-        self.drafter.train()
-        with self.accelerator.autocast():
-            if self.features:
-                self.features.fill(batch, rows)
-            else:
-                self.target.read(batch, self.drafter.taps)
-            sums = backward(
-                self.drafter,
-                batch,
-                self.depths,
-                self.objective,
-                total,
-                self.recipe.chunk,
-                self.running,
-            )
-        if not math.isfinite(sums.loss):
-            watch.check_finite(self.step + 1, watch.inputs(self.drafter, batch))
-        return sums
 
     def _evaluate(self) -> None:
         """Replays the held-out conversations, and points `best` at the best checkpoint so far."""
@@ -339,20 +219,14 @@ class Trainer:
         checkpoint.save(self.recipe.folder, self.step, self.drafter, weights, self._state())
 
     def _state(self) -> dict[str, Any]:
-        """What a checkpoint holds beside the drafter."""
-        return {
-            "samples": self.samples.manifest["content_hash"],
-            "batch": self.batch,
-            "cursor": asdict(self.cursor),
-            "optimizer": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict(),
-            "tokens": self.tokens,
-            "seconds": self._seconds(),
-            "running": asdict(self.running),
-            "still": sorted(self.still),
-            "window": asdict(self.window),
-            "lora": self.lora.state() if self.lora else None,
-        }
+        return super()._state() | {"seconds": self._seconds(), "window": asdict(self.window)}
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        super()._restore(state)
+        taus = [m["tau"] for m in self._replays() if m["step"] <= self.step]
+        self.tau = taus[-1] if taus else self.tau
+        self.began -= state["seconds"]
+        self.window = Sums(**state["window"])
 
     def _resume(self) -> bool:
         """Loads the last checkpoint; False when there is none."""
@@ -375,35 +249,6 @@ class Trainer:
         self._restore(state)
         self._say(f"resuming {folder} at step {self.step}, {self.batch} rows a step as it began")
         return True
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        """Takes what `_state` gave."""
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(state["schedule"])
-        self.batch = state.get("batch", self.batch)  # not in checkpoints of earlier versions
-        self.cursor = Cursor(**state["cursor"])
-        self.step, self.tokens = state["step"], state["tokens"]
-        taus = [m["tau"] for m in self._replays() if m["step"] <= self.step]
-        self.tau = taus[-1] if taus else self.tau
-        self.began -= state["seconds"]
-        self.running = Running(**state["running"])
-        self.still = set(state["still"])
-        self.window = Sums(**state["window"])
-
-    def _check_replicas(self) -> None:
-        """Raises UserError unless all processes begin alike: on a disk that nodes do not share, one
-        would go on with a run and the other begin it anew."""
-        crc = zlib.crc32(self.samples.manifest["content_hash"].encode())
-        for parameter in self.trained:
-            numbers = parameter.detach().reshape(-1).view(torch.uint8).cpu().numpy().data
-            crc = zlib.crc32(numbers, crc)
-        mine = torch.tensor([self.step, crc], device=self.accelerator.device)
-        other = summed(self.accelerator, mine) != self.accelerator.num_processes * mine
-        if self._any(bool(other.any())):  # told by all, or some would wait for the others
-            raise UserError(
-                f"{self.recipe.folder}: processes begin with different steps, samples or weights; "
-                "put runs, samples and start on a disk that all nodes share"
-            )
 
     def _seconds(self) -> float:
         """Wall time of the run: replays and earlier parts included."""
@@ -444,10 +289,3 @@ class Trainer:
 
     def _stop(self) -> bool:
         return self._any(self.stopping)
-
-    def _any(self, here: bool) -> bool:
-        """Whether it holds on any process: all must leave the loop together."""
-        if self.accelerator.num_processes == 1:
-            return here
-        flag = torch.tensor([float(here)], device=self.accelerator.device)
-        return bool(summed(self.accelerator, flag).item())

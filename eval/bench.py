@@ -28,6 +28,7 @@ from draftsmith.drafters.target import Target, free_bytes
 from draftsmith.eval import roofline, synthetic
 from draftsmith.eval.decoder.loop import Clock, Decoder
 from draftsmith.eval.decoder.text import Text
+from draftsmith.eval.speed import typical
 
 WARM_UP = 8  # tokens decoded before a cell's clock starts
 MOST_ROWS = 64
@@ -173,9 +174,8 @@ def _summary(
         "decode_s": decode,
         "wall_s": wall,
         "share": {part: seconds / decode for part, seconds in parts.items()},
-        "median_ms": {
-            part: 1e3 * statistics.median(getattr(r, part) for r in rounds)
-            for part in ("draft", "verify", "host", "total")
+        "typical_ms": {
+            part: 1e3 * typical(rounds, part) for part in ("draft", "verify", "host", "total")
         },
         "mean_context": statistics.fmean(context),
     }
@@ -191,10 +191,10 @@ def compare(found: dict[str, Any], base: dict[str, Any], alpha: float | None) ->
     """A cell beside its baseline. alpha: a synthetic run's, whose tau it predicts by.
 
     break_even: the tau at which a round costs as much as the steps it saves. predicted_speedup:
-    tau over it, from medians of single rounds; measured_speedup: all decoded tokens over all
+    tau over it, from typical single rounds; measured_speedup: all decoded tokens over all
     decode seconds, rows that wait for a batch's last text included.
     """
-    even = found["median_ms"]["total"] / base["median_ms"]["total"]
+    even = found["typical_ms"]["total"] / base["typical_ms"]["total"]
     expected = found["tau"]
     if alpha is not None:
         expected = synthetic.expected_over(alpha, found["depths"])
@@ -238,7 +238,7 @@ def run(
             else:
                 decoder = synthetic.CoinDecoder(target, drafters[cell.drafter], cell.policy, alpha)
             found = measure(decoder, prompts, cell, max_new_tokens, seed)
-            seconds = found["median_ms"]["verify"] / 1e3
+            seconds = found["typical_ms"]["verify"] / 1e3
             context = found["mean_context"]
             found["roofline_share"] = roofline.share(
                 weights, kv, cell.batch, context, seconds, rate

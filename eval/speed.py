@@ -112,7 +112,7 @@ def measure(
     rounds: int = 12,
     passes: int = 3,
 ) -> Costs:
-    """Costs of this pair on the target's device: medians over `rounds` rounds of the real decoder.
+    """Costs of this pair on the target's device: `rounds` typical rounds of the real decoder.
 
     prompt: token ids, at batch 1. The baseline and every k take turns, `passes` times, so that a
     machine that slows down meanwhile slows all of them.
@@ -124,15 +124,25 @@ def measure(
         for k, decoder in decoders.items():
             seen[k] += _rounds(decoder, prompt, sampler, share, turn)
 
-    def median(k: int, part: str) -> float:
-        return statistics.median(getattr(clock, part) for clock in seen[k])
-
     return Costs(
-        step=median(0, "total"),
-        draft={k: median(k, "draft") for k in ks},
-        verify={1: median(0, "verify")} | {k + 1: median(k, "verify") for k in ks},
+        step=typical(seen[0], "total"),
+        draft={k: typical(seen[k], "draft") for k in ks},
+        verify={1: typical(seen[0], "verify")} | {k + 1: typical(seen[k], "verify") for k in ks},
         host=statistics.median(clock.host for k in ks for clock in seen[k]),
     )
+
+
+def typical(clocks: Sequence[Clock], part: str) -> float:
+    """Mean seconds of a part over rounds, each counted as the median of those as wide as it is.
+
+    Medians leave stalls out. But where a drafter often proposes less, or nothing (n-gram), the
+    median of all rounds would be that of the commonest width, and dear rounds would cost nothing.
+    """
+    by_width: dict[int, list[float]] = {}
+    for clock in clocks:
+        by_width.setdefault(clock.width, []).append(getattr(clock, part))
+    total = sum(len(seconds) * statistics.median(seconds) for seconds in by_width.values())
+    return total / len(clocks)
 
 
 def _rounds(

@@ -91,12 +91,12 @@ def test_break_even_and_speedups_by_hand() -> None:
     base_cell = {
         "tokens_per_s": 10.0,
         "end_to_end_tokens_per_s": 8.0,
-        "median_ms": {"total": 100.0},
+        "typical_ms": {"total": 100.0},
     }
     cell = {
         "tokens_per_s": 12.0,
         "end_to_end_tokens_per_s": 9.0,
-        "median_ms": {"total": 150.0},
+        "typical_ms": {"total": 150.0},
         "tau": 2.0,
         "tau_by_domain": {"code": 2.5, "chat": 1.25, "math": None},
         "depths": {"2": 3, "1": 1},
@@ -122,7 +122,7 @@ def test_shares_by_hand() -> None:
     rounds = [Clock(draft=1.0, verify=2.0, host=1.0, rounds=1, tokens=1)]
     found = bench._summary(rounds, 0.0, 5.0, tiny.texts(tiny.target(), Sampler(0.0), 1), ["a"])
     assert found["share"] == {"draft": 0.25, "verify": 0.5, "host": 0.25}
-    assert found["median_ms"] == {"draft": 1e3, "verify": 2e3, "host": 1e3, "total": 4e3}
+    assert found["typical_ms"] == {"draft": 1e3, "verify": 2e3, "host": 1e3, "total": 4e3}
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])  # tied, and with a head of its own

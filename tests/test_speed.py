@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import tiny
 from draftsmith.drafters.base import family
@@ -164,6 +165,27 @@ def test_costs_fall_to_their_part(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.step == pytest.approx(0.031) and found.host == pytest.approx(0.001)
     assert found.verify == pytest.approx({1: 0.03, 2: 0.03, 4: 0.03})
     assert speed.break_even(found, 1) == pytest.approx(51 / 31)
+
+
+def test_rounds_of_several_widths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of three rounds propose nothing, and a pass costs by its width: what is predicted is what
+    passed, though the median round is a cheap one. A stall in one round costs nothing."""
+    clock, target = Clock(), tiny.target("Llama")
+    monkeypatch.setattr(loop, "time", clock)
+    turn, propose = iter(range(10**6)), Ngram.propose
+
+    def sparse(self: Any, *args: Any) -> Any:
+        found = propose(self, *args)
+        found.length = torch.full_like(found.length, 1 if next(turn) % 3 else found.tokens.shape[1])
+        return found
+
+    monkeypatch.setattr(Ngram, "propose", sparse)
+    wide = clock.slow(Rounds.verify, lambda *args: 0.03 * args[0].proposal.tokens.shape[1])
+    monkeypatch.setattr(Rounds, "verify", wide)
+    found = measured(target)
+    assert found.verify == pytest.approx({1: 0.03, 2: 0.04, 4: 0.06})
+    stall = [loop.Clock(verify=v, width=w) for v, w in ((1, 1), (1, 1), (9, 1), (4, 3))]
+    assert speed.typical(stall, "verify") == pytest.approx((3 * 1 + 4) / 4)
 
 
 def test_costs_survive_json() -> None:

@@ -38,7 +38,7 @@ class Clock:
 
     draft: the drafter's forwards and its own sampling. verify: the target's forward and head (from
     graphs: accept and commit too). host: the rest of the round's wall time, accept and commit
-    among it.
+    among it. width: tokens of a row in the last round's target pass, the root included.
     """
 
     prefill: float = 0.0
@@ -47,6 +47,7 @@ class Clock:
     host: float = 0.0
     rounds: int = 0
     tokens: int = 0
+    width: int = 0
 
     @property
     def total(self) -> float:
@@ -222,6 +223,7 @@ class Decoder:
         draft, verify = _between(start, drafted), _between(drafted, verified)
         self.clock.draft += draft
         self.clock.verify += verify
+        self.clock.width = rounds.proposal.tokens.shape[1]
         return read, draft + verify
 
     def _mark(self) -> Any:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
-import click
 import pytest
 import typer
 
 from draftsmith.drafters import base
+from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.cli import app
 from draftsmith.train import recipe
@@ -23,21 +24,20 @@ README = (ROOT / "README.md").read_text()
 SPANS = re.findall(r"^    (.+)$", re.sub(r" \\\n +", " ", README), re.M)
 SPANS += re.findall(r"`([^`]+)`", re.sub(r"\s+", " ", re.sub(r"```.*?```", "", README, flags=re.S)))
 COMMANDS = sorted(
-    {s.split("  #")[0].strip() for s in SPANS if re.match(r"(accelerate .*)?draftsmith[ .]", s)}
+    {s.split("  #")[0].strip() for s in SPANS if re.match(r"(accelerate launch .*)?draftsmith(\.train)? ", s)}
 )
 STAND_INS = {"RECIPE": "smol-eagle3", "URL": "http://127.0.0.1:8000", "N": "8"}  # in capitals there
 
 
 def check(line: str) -> None:
-    """Raises click's error or UserError for a command that the program would not take."""
+    """Raises click's error, KeyError or UserError for a command that the program would not take."""
     words = [STAND_INS.get(word, word) for word in shlex.split(line)]
     if words[0] == "accelerate":  # its own options end where ours begin
         if "--config_file" in words:
             assert (ROOT / words[words.index("--config_file") + 1]).is_file()
         at = next(i for i, word in enumerate(words) if word.startswith("draftsmith"))
         words = [*words[at].split("."), *words[at + 1 :]]
-    command = typer.main.get_command(app)
-    assert isinstance(command, click.Group)
+    command: Any = typer.main.get_command(app)
     name, *rest = words[1:]
     if not rest:  # spoken of, not run
         assert name in command.commands
@@ -59,14 +59,14 @@ def test_commands_parse(line: str) -> None:
 )  # fmt: skip
 def test_wrong_commands_are_noticed(line: str) -> None:
     """Planted faults."""
-    with pytest.raises((click.ClickException, KeyError, ValueError)):
+    with pytest.raises(Exception) as error:  # click's own lie in a private module
         check(line)
+    assert isinstance(error.value, (KeyError, UserError)) or hasattr(error.value, "format_message")
 
 
 def test_there_are_commands() -> None:
     names = {line.split()[1] for line in COMMANDS if line.startswith("draftsmith")}
-    known = typer.main.get_command(app)
-    assert isinstance(known, click.Group)
+    known: Any = typer.main.get_command(app)
     assert names >= set(known.commands) - {"quickstart"}, "a command that README does not show"
 
 

@@ -65,8 +65,7 @@ def prompts(kind: str, count: int, folder: Path) -> list[Prompt]:
     own = read_prompts(file)[:count]
     if kind == "self":
         return own
-    half = min(len(real), len(own)) // 2
-    return real[:half] + own[:half]
+    return [prompt for pair in zip(real, own, strict=False) for prompt in pair][:count]  # in turns
 
 
 def samples(kind: str, budget: int, folder: Path, foreign: Path | None) -> Samples:
@@ -141,7 +140,7 @@ def run(
 
 
 def report(found: Sequence[dict[str, Any]], folder: Path) -> None:
-    """One row a kind: tau averaged over seeds, and its share of real data's gain over 1."""
+    """One row a kind: tau averaged over seeds, its share of real data's, and of its gain over 1."""
     rows = []
     taus = {
         (kind, t): [c[t]["tau"] for c in found if c["kind"] == kind]
@@ -154,10 +153,12 @@ def report(found: Sequence[dict[str, Any]], folder: Path) -> None:
             continue
         row: list[object] = [kind, len(taus[kind, "T=1"])]
         for t in ("T=1", "T=0"):
-            share = mean[kind, t] / mean["real", t]
-            row += [number(mean[kind, t]), f"{share:.1%}"]
+            tau, real = mean[kind, t], mean["real", t]
+            row += [number(tau), f"{tau / real:.1%}", f"{(tau - 1) / (real - 1):.1%}"]
         rows.append(row)
-    head = ["data", "seeds", "tau, T=1", "of real's", "tau, T=0", "of real's"]
+    head = ["data", "seeds"]
+    for t in ("T=1", "T=0"):
+        head += [f"tau, {t}", "of real's", "of real's gain over 1"]
     text = (
         f"# Self-made data\n\nEAGLE-3 of SmolLM2, {found[0]['tokens_made']:,} target-made tokens, "
         f"{found[0]['steps']} steps, replay at k={K} on the target's answers to {HELD} real "

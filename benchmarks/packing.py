@@ -6,12 +6,13 @@ The same samples of SmolLM2, their real lengths, go through the target and an EA
 gradients: packed first-fit into rows of --length (as `draftsmith train` does), or one sample a row,
 padded to the longest of its batch, in the order of the epoch or sorted by length. Batches hold as
 many tokens, padding included, as a packed one. The losses must be equal: packing changes no text's
-numbers. Writes benchmarks/packing/*.json and benchmarks/packing.md.
+numbers. The kinds take turns. Writes benchmarks/packing.json and benchmarks/packing.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,15 @@ import torch
 from common import HERE, cell, markdown, number
 
 from draftsmith.drafters.base import family
+from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target import Target
 from draftsmith.train.objective import Objective, backward, denominator
 from draftsmith.train.packing import Cursor, Stream, collate
 from draftsmith.train.samples import Samples
 from draftsmith.train.weights import DepthWeights
 
-DEPTHS, ROWS, CHUNK, SEED = 3, 2, 1024, 0
+DEPTHS, ROWS, CHUNK, SEED, REPEATS = 3, 2, 1024, 0, 3
 KINDS = ("packed", "padded", "padded, sorted by length")
 
 
@@ -50,45 +53,77 @@ def batches(samples: Samples, kind: str, count: int, length: int) -> list[list[l
     return out
 
 
-def measure(target: Target, samples: Samples, kind: str, count: int, length: int) -> dict[str, Any]:
-    torch.manual_seed(SEED)
-    cls = family("eagle")
-    drafter = cls.create(target, cls.Config(), torch.arange(target.vocab_size))
-    objective = Objective("kl", DepthWeights("geometric"))
-    found = [collate(samples, rows, length) for rows in batches(samples, kind, count, length)]
-    total = sum(denominator(batch, DEPTHS, objective) for batch in found)
-    loss = 0.0
-    began = time.perf_counter()
-    for batch in found:
-        target.read(batch, drafter.taps)
-        loss += backward(drafter, batch, DEPTHS, objective, total, CHUNK).loss
-    seconds = time.perf_counter() - began
-    made = sum(int(batch.made.sum()) for batch in found)
-    slots = sum(batch.tokens.numel() for batch in found)
-    return {
-        "kind": kind,
-        "seconds": seconds,
-        "batches": len(found),
-        "made": made,
-        "slots": slots,
-        "padding": 1 - sum(int((b.segment >= 0).sum()) for b in found) / slots,
-        "tokens_per_second": made / seconds,
-        "loss": loss / total,
-    }
+class Side:
+    """One kind of rows, with a drafter of its own that starts as the others do."""
+
+    def __init__(self, target: Target, samples: Samples, kind: str, count: int, length: int):
+        torch.manual_seed(SEED)
+        cls = family("eagle")
+        self.target = target
+        self.drafter = cls.create(target, cls.Config(), torch.arange(target.vocab_size))
+        self.found = [
+            collate(samples, rows, length) for rows in batches(samples, kind, count, length)
+        ]
+        self.objective = Objective("kl", DepthWeights("geometric"))
+        self.total = sum(denominator(batch, DEPTHS, self.objective) for batch in self.found)
+        self.seconds: list[float] = []
+        self.loss = 0.0
+
+    def read(self, batch: Batch) -> float:
+        """The loss of one batch; its gradients are added to the drafter's."""
+        self.target.read(batch, self.drafter.taps)
+        return backward(self.drafter, batch, DEPTHS, self.objective, self.total, CHUNK).loss
+
+    def turn(self) -> None:
+        """Reads all batches once, timed."""
+        self.drafter.zero_grad(set_to_none=True)
+        began = time.perf_counter()
+        self.loss = sum(self.read(batch) for batch in self.found) / self.total
+        self.seconds.append(time.perf_counter() - began)
+
+    def figures(self) -> dict[str, Any]:
+        made = sum(int(batch.made.sum()) for batch in self.found)
+        slots = sum(batch.tokens.numel() for batch in self.found)
+        return {
+            "seconds": self.seconds,
+            "batches": len(self.found),
+            "made": made,
+            "slots": slots,
+            "padding": 1 - sum(int((b.segment >= 0).sum()) for b in self.found) / slots,
+            "tokens_per_second": made / statistics.median(self.seconds),
+            "loss": self.loss,
+        }
 
 
-def report(cells: list[dict[str, Any]], folder: Path, length: int) -> None:
-    first = cells[0]["tokens_per_second"]
+def measure(target: Target, samples: Samples, count: int, length: int) -> dict[str, Any]:
+    """All kinds in turns, REPEATS times, after one batch each to warm up. UserError where their
+    losses differ."""
+    sides = {kind: Side(target, samples, kind, count, length) for kind in KINDS}
+    for side in sides.values():
+        side.read(side.found[0])
+    for _ in range(REPEATS):
+        for side in sides.values():
+            side.turn()
+    losses = [side.loss for side in sides.values()]
+    if max(losses) > min(losses) * (1 + 1e-5):
+        raise UserError(f"losses differ: {losses}")
+    return {"length": length, "kinds": {kind: side.figures() for kind, side in sides.items()}}
+
+
+def report(found: dict[str, Any], folder: Path) -> None:
+    kinds = found["kinds"]
+    first = kinds["packed"]["tokens_per_second"]
     rows = [
-        [c["kind"], f"{c['padding']:.1%}", number(c["tokens_per_second"], 1),
+        [kind, f"{c['padding']:.1%}", number(c["tokens_per_second"], 1),
          f"{first / c['tokens_per_second']:.2f}x", number(c["loss"], 6)]
-        for c in cells
+        for kind, c in kinds.items()
     ]  # fmt: skip
     head = ["rows", "padding", "target-made tokens/s", "packed is faster by", "loss"]
     text = (
-        f"# Packing\n\nEAGLE-3 of SmolLM2, the same {cells[0]['made']:,} target-made tokens, rows "
-        f"of at most {length}. Made by `benchmarks/packing.py`; one JSON a cell.\n\n"
-        + markdown(head, rows)
+        f"# Packing\n\nEAGLE-3 of SmolLM2, target and head with its gradients, the same "
+        f"{kinds['packed']['made']:,} target-made tokens, rows of at most {found['length']}, "
+        f"{found['machine']['threads']} thread; median of {REPEATS} turns. Made by "
+        "`benchmarks/packing.py`; JSON beside it.\n\n" + markdown(head, rows)
     )
     (folder / "packing.md").write_text(text)
     print(text)
@@ -101,18 +136,14 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--output", type=Path, default=HERE)
     arguments = parser.parse_args()
-    target = Target.load("smollm2")
-    samples = Samples.open(arguments.samples, target, audit=0)
-    cells = []
-    for kind in KINDS:
-        name = kind.replace(", ", "-").replace(" ", "-")
-        values = cell(
-            arguments.output / "packing" / f"{name}.json",
-            lambda kind=kind: measure(target, samples, kind, arguments.rows, arguments.length),
-            SEED,
-        )
-        cells.append(values)
-        report(cells, arguments.output, arguments.length)
+    torch.set_num_threads(1)
+
+    def run() -> dict[str, Any]:
+        target = Target.load("smollm2")
+        samples = Samples.open(arguments.samples, target, audit=0)
+        return measure(target, samples, arguments.rows, arguments.length)
+
+    report(cell(arguments.output / "packing.json", run, SEED), arguments.output)
 
 
 if __name__ == "__main__":

@@ -40,8 +40,8 @@ def cut(tokens: list[int], ends: set[int]) -> list[int]:
     return tokens[: at + 1]
 
 
-def ours(target: Target, prompts: list[list[int]], sampler: Sampler) -> list[list[int]]:
-    return [text.tokens for text in Decoder(target).generate(prompts, sampler, TOKENS)]
+def ours(decoder: Decoder, prompts: list[list[int]], sampler: Sampler) -> list[list[int]]:
+    return [text.tokens for text in decoder.generate(prompts, sampler, TOKENS)]
 
 
 def theirs(target: Target, hf: Any, prompts: list[list[int]], sampler: Sampler) -> list[list[int]]:
@@ -62,8 +62,9 @@ def theirs(target: Target, hf: Any, prompts: list[list[int]], sampler: Sampler) 
 def measure(target: Target, prompts: list[list[int]], sampler: Sampler) -> dict[str, Any]:
     hf = copy.deepcopy(target.hf)
     hf.set_attn_implementation("sdpa")
+    decoder = Decoder(target)
     sides: dict[str, Callable[[], list[list[int]]]] = {
-        "ours": lambda: ours(target, prompts, sampler),
+        "ours": lambda: ours(decoder, prompts, sampler),
         "generate": lambda: theirs(target, hf.eval(), prompts, sampler),
     }
     best = dict.fromkeys(sides, 0.0)
@@ -74,6 +75,8 @@ def measure(target: Target, prompts: list[list[int]], sampler: Sampler) -> dict[
             written[name] = side()
             tokens = sum(map(len, written[name]))
             best[name] = max(best[name], tokens / (time.perf_counter() - began))
+    clock = decoder.clock
+    passes = (clock.prefill + clock.verify) / (clock.prefill + clock.total)
     same = sum(a == b for a, b in zip(*written.values(), strict=True))
     lengths = sorted(len(tokens) for tokens in written["ours"])
     return {
@@ -81,6 +84,7 @@ def measure(target: Target, prompts: list[list[int]], sampler: Sampler) -> dict[
         "temperature": sampler.temperature,
         "tokens_per_second": best,
         "ratio": best["ours"] / best["generate"],
+        "in_target": passes,
         "equal_texts": same if sampler.greedy else None,
         "median_tokens": lengths[len(lengths) // 2],
         "device": str(target.device),
@@ -95,14 +99,17 @@ def report(cells: list[dict[str, Any]], folder: Path) -> None:
             number(c["tokens_per_second"]["ours"], 0),
             number(c["tokens_per_second"]["generate"], 0),
             f"{c['ratio']:.2f}x",
+            f"{c['in_target']:.1%}" if "in_target" in c else "-",  # cells of old lack it
             "-" if c["equal_texts"] is None else f"{c['equal_texts']} of {c['batch']}",
         ]
         for c in cells
     ]
-    head = ["batch", "T", "tokens/s, ours", "tokens/s, generate", "ratio", "equal texts"]
+    head = ["batch", "T", "tokens/s, ours", "tokens/s, generate", "ratio", "in the target",
+            "equal texts"]  # fmt: skip
     text = (
         f"# Sampling in process\n\nAt most {TOKENS} new tokens, "
-        f"{cells[0]['machine']['threads']} threads, {cells[0]['device']}. Made by "
+        f"{cells[0]['machine']['threads']} threads, {cells[0]['device']}. In the "
+        "target: the share of our seconds in its passes, which both sides make. Made by "
         "`benchmarks/sampling_speed.py`; one JSON a cell.\n\n" + markdown(head, rows)
     )
     (folder / "sampling_speed.md").write_text(text)

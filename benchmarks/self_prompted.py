@@ -26,6 +26,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from common import HERE, cell, data, markdown, number
+from datasets import concatenate_datasets
 
 from draftsmith.drafters import base
 from draftsmith.drafters.batch import Batch
@@ -56,17 +57,12 @@ def target() -> Target:
 
 def prompts(kind: str, count: int, folder: Path) -> list[Prompt]:
     """`count` prompts of a kind, fewer where there are not so many."""
-    real = spread(product_prompts("train"), count)
     if kind == "real":
-        return real
+        return spread(product_prompts("train"), count)
     file = folder / "own.jsonl"
     if not file.exists():
-        print(write_prompts(file, target(), 2 * count, Sampler(), seed=1), file=sys.stderr)
-    own = read_prompts(file)[:count]
-    if kind == "self":
-        return own
-    half = min(len(real), len(own)) // 2
-    return real[:half] + own[:half]
+        print(write_prompts(file, target(), 3 * count // 2, Sampler(), seed=1), file=sys.stderr)
+    return read_prompts(file)[:count]
 
 
 def samples(kind: str, budget: int, folder: Path, foreign: Path | None) -> Samples:
@@ -74,26 +70,41 @@ def samples(kind: str, budget: int, folder: Path, foreign: Path | None) -> Sampl
     place = folder / f"{kind}-{budget}"
     if (place / storage.MANIFEST).exists():
         return Samples.open(place, target(), audit=0)
+    if kind == "mixed":
+        halves = [samples(of, budget, folder, foreign) for of in ("real", "self")]
+        rows = [half._rows.select(range(_reaching(half, budget / 2))) for half in halves]
+        return _store(place, concatenate_datasets(rows), halves[0].manifest)
     if kind == "foreign":
         assert foreign is not None
-        rows = read_prompts(foreign, Reading(given=True))
-        whole = import_given(rows, target(), Sampler(), folder / "foreign", print)
+        given = read_prompts(foreign, Reading(given=True))
+        whole = import_given(given, target(), Sampler(), folder / "foreign", print)
     else:
         count = -(-budget // (NEW_TOKENS // 2))  # answers are half as long as they may be, or more
         asked = prompts(kind, count, folder)
         whole = generate(target(), asked, Sampler(), NEW_TOKENS, folder / f"{kind}-all")
+    return _store(place, whole._rows.select(range(_reaching(whole, budget))), whole.manifest)
+
+
+def _reaching(whole: Samples, budget: float) -> int:
+    """How many of the samples, from the first on, hold `budget` target-made tokens."""
     made = 0
     for n in range(len(whole)):
         made += sum(whole[n].made)
         if made >= budget:
-            break
-    else:
-        sys.exit(f"{whole.folder}: {made:,} tokens made where {budget:,} are asked; lower --budget")
-    part = whole._rows.select(range(n + 1)).flatten_indices()
+            return n + 1
+    sys.exit(f"{whole.folder}: {made:,} tokens made where {budget:,.0f} are asked; lower --budget")
+
+
+def _store(place: Path, rows: Any, manifest: dict[str, Any]) -> Samples:
+    """A samples folder of these rows; manifest: of the samples that they are from."""
+    rows = rows.flatten_indices()
     place.mkdir(parents=True)
-    storage.save(part, place / storage.ROWS)
-    changed = {"samples": n + 1, "tokens_made": made, "content_hash": storage.content_hash(part)}
-    storage.write_manifest(place, whole.manifest | changed)
+    storage.save(rows, place / storage.ROWS)
+    made = sum(sum(made) for made in rows["made"])
+    changed = {
+        "samples": len(rows), "tokens_made": made, "content_hash": storage.content_hash(rows)
+    }  # fmt: skip
+    storage.write_manifest(place, manifest | changed)
     return Samples.open(place, target(), audit=0)
 
 
@@ -141,7 +152,7 @@ def run(
 
 
 def report(found: Sequence[dict[str, Any]], folder: Path) -> None:
-    """One row a kind: tau averaged over seeds, and its share of real data's gain over 1."""
+    """One row a kind: tau averaged over seeds, its share of real data's, and of its gain over 1."""
     rows = []
     taus = {
         (kind, t): [c[t]["tau"] for c in found if c["kind"] == kind]
@@ -154,14 +165,16 @@ def report(found: Sequence[dict[str, Any]], folder: Path) -> None:
             continue
         row: list[object] = [kind, len(taus[kind, "T=1"])]
         for t in ("T=1", "T=0"):
-            share = mean[kind, t] / mean["real", t]
-            row += [number(mean[kind, t]), f"{share:.1%}"]
+            tau, real = mean[kind, t], mean["real", t]
+            row += [number(tau), f"{tau / real:.1%}", f"{(tau - 1) / (real - 1):.1%}"]
         rows.append(row)
-    head = ["data", "seeds", "tau, T=1", "of real's", "tau, T=0", "of real's"]
+    head = ["data", "seeds"]
+    for t in ("T=1", "T=0"):
+        head += [f"tau, {t}", "of real's", "of real's gain over 1"]
     text = (
-        f"# Self-made data\n\nEAGLE-3 of SmolLM2, {found[0]['tokens_made']:,} target-made tokens, "
-        f"{found[0]['steps']} steps, replay at k={K} on the target's answers to {HELD} real "
-        "held-out prompts. Made by `benchmarks/self_prompted.py`; one JSON a cell.\n\n"
+        f"# Self-made data\n\nEAGLE-3 of SmolLM2, about {found[0]['tokens_made']:,} target-made "
+        f"tokens, {found[0]['steps']} steps, replay at k={K} on the target's answers to {HELD} "
+        "real held-out prompts. Made by `benchmarks/self_prompted.py`; one JSON a cell.\n\n"
         + markdown(head, rows)
     )
     (folder / "self_prompted.md").write_text(text)

@@ -84,7 +84,7 @@ class Drafter(nn.Module, ABC):
         self.config = config
         self.vocab = VocabMap(target.vocab_size)
         self.taps: Sequence[Tap] = ()
-        # The deepest draft there is, each depth having weights of its own; longer chains are cut.
+        # The deepest draft there is, each depth having weights of its own.
         self.longest: int | None = None
 
     target: Target
@@ -131,12 +131,10 @@ class Drafter(nn.Module, ABC):
 
     def check(self, policy: Policy) -> None:
         """Raises UserError for a policy that this drafter cannot follow."""
-        if policy.is_chain:
-            return
-        if not self.trees:
+        if not (policy.is_chain or self.trees):
             raise UserError(f"{policy}: a {self.family} drafter drafts chains only; give k alone")
         if self.longest is not None and policy.k > self.longest:
-            raise UserError(f"{policy}: deeper than this drafter's {self.longest}; lower its depth")
+            raise UserError(f"{policy}: deeper than this drafter's {self.longest}; lower k")
         if isinstance(policy, StaticTree):
             widest = max(path[-1] for path in policy.paths)
             if widest >= self.vocab.draft_size:

@@ -8,7 +8,7 @@ as the target's own next-token law at the anchor. What else its blocks read is e
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from typing import Literal
 
@@ -166,8 +166,6 @@ class Heads(ReducedVocab):
     def propose(
         self, state: HeadsState, root: Tensor, policy: Policy, sampler: Sampler, noise: Noise
     ) -> Proposal:
-        if policy.is_chain:
-            policy = replace(policy, k=min(policy.k, self.config.heads))
         g, depths = state.g.unsqueeze(1), count()
         line = root.view(-1, 1, 1)  # (B, W, j + 1) of the depth that was fed last
 

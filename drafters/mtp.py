@@ -22,7 +22,7 @@ Modules made from scratch fit dense layouts only: MiMo's, which vLLM and SGLang 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
@@ -211,8 +211,6 @@ class Mtp(OneLayer):
         others for the keys that deeper nodes see. Fed nodes lie in the slots from the root's on."""
         if self.longest is None:
             return super().propose(state, root, policy, sampler, noise)
-        if policy.k > self.longest:  # a chain: `check` refuses deeper trees
-            policy = replace(policy, k=self.longest)
         slab, k = state.slab, policy.k
         start = slab.length.clone()
         view = slab.view(policy.slots)

@@ -55,7 +55,7 @@ class SmallConfig(DrafterConfig):
 class SmallState:
     """slab: the draft model's cache; last (B,): the anchor's token.
 
-    drafted: whether a proposal was made. From then on extend commits the root and accepted drafts,
+    drafted: whether the prompt has ended. From then on extend commits the root and accepted drafts,
     whose keys propose has already written, all but the last one, which the next propose rewrites.
     """
 
@@ -138,7 +138,6 @@ class Small(Drafter):
         """The first forward takes the last two tokens, rewriting one slot (as gpt-fast must when
         every draft was accepted), so that no case needs a branch."""
         slab = state.slab
-        state.drafted = True
         slab.commit(torch.full_like(slab.length, -1))
         last = state.last.unsqueeze(1)
 

@@ -50,6 +50,7 @@ class Target(CausalLM):
         super().__init__(hf)
         self.tokenizer = tokenizer
         self.quantised = ""  # by which method its checkpoint is, and how it is read here
+        self.own_dtype = self.dtype  # its checkpoint's
         self.requires_grad_(False)
         self.eval()
         self.source = source
@@ -80,7 +81,7 @@ class Target(CausalLM):
             place = spread or {"": device}
             hf = AutoModelForCausalLM.from_pretrained(source.path, dtype=choice, device_map=place)
             tokenizer = AutoTokenizer.from_pretrained(source.path)
-            stored = getattr(AutoConfig.from_pretrained(source.path), "quantization_config", None)
+            config = AutoConfig.from_pretrained(source.path)
         except (OSError, ValueError, KeyError) as error:
             line = str(error).strip().splitlines()[0]
             raise UserError(f"target {spec}: transformers cannot load it ({line})") from None
@@ -91,6 +92,8 @@ class Target(CausalLM):
                     "drafters share them; give them one, or use more devices"
                 )
         out = cls(hf.eval(), tokenizer, source)
+        out.own_dtype = config.get_text_config().dtype or out.own_dtype
+        stored = getattr(config, "quantization_config", None)
         if stored:  # transformers takes it out of the model's own config when it dequantises
             method = (stored if isinstance(stored, dict) else stored.to_dict()).get("quant_method")
             kept = getattr(hf.config, "quantization_config", None)
@@ -151,6 +154,13 @@ class Target(CausalLM):
         A ChainCache where `trees` is False: it takes chains only (`chain_step`). Raises UserError
         where the estimate (`cache_bytes`) exceeds the device's free memory.
         """
+        self.check_memory(rows, capacity, nodes)
+        if self.trees:
+            return Slab(rows, capacity, self.device)
+        return self._chain_cache(rows)
+
+    def check_memory(self, rows: int, capacity: int, nodes: int = 1, named: str = "batch") -> None:
+        """Raises UserError, which names a field, where such a cache exceeds the free memory."""
         # Of a target that is spread, every device holds the cache of its own layers.
         placed = set(getattr(self.hf, "hf_device_map", {}).values()) - {"cpu", "disk"}
         devices = {torch.device(place) for place in placed} or {self.device}
@@ -159,13 +169,10 @@ class Target(CausalLM):
         if need > free:
             most = rows * free // need
             raise UserError(
-                f"batch: {rows} rows of {capacity} tokens need about {need / 2**30:.1f} GiB of "
+                f"{named}: {rows} rows of {capacity} tokens need about {need / 2**30:.1f} GiB of "
                 f"cache and logits, {self.device} has {free / 2**30:.1f} GiB free; use "
                 + (f"at most {most} rows" if most else "shorter texts or a smaller target")
             )
-        if self.trees:
-            return Slab(rows, capacity, self.device)
-        return self._chain_cache(rows)
 
     def cache_bytes(self, rows: int, capacity: int, nodes: int = 1) -> int:
         """Bytes of the keys and values of rows x capacity tokens and of the logits of one step.

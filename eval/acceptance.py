@@ -121,14 +121,14 @@ def replayed(
     parts = parts_of(by_k[k].tables, k)
     return acceptance(parts, k, seed) | {
         "k": k,
-        "tau_by_k": {str(n): _known(r.tau) for n, r in by_k.items()},
-        "tau_ci_by_k": {str(n): [_known(end) for end in r.tau_ci] for n, r in by_k.items()},
+        "tau_by_k": {str(n): known(r.tau) for n, r in by_k.items()},
+        "tau_ci_by_k": {str(n): [known(end) for end in r.tau_ci] for n, r in by_k.items()},
         "alpha_0_by_k": {str(n): r.alpha[0] for n, r in by_k.items()},
         "by_domain": by_domain(parts, domains, k, seed),
         "repetitive": repetitive(parts, answers, k, seed),
     }
 
 
-def _known(value: float) -> float | None:
+def known(value: float) -> float | None:
     """None for the tau of texts that took no verify pass: NaN is no JSON."""
     return None if value != value else value

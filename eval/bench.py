@@ -24,7 +24,7 @@ import torch
 from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target, free_bytes
+from draftsmith.drafters.target import Target
 from draftsmith.eval import roofline, synthetic
 from draftsmith.eval.decoder.loop import Clock, Decoder
 from draftsmith.eval.decoder.text import Text
@@ -90,16 +90,9 @@ def check_memory(target: Target, cells: Sequence[Cell], longest: int) -> None:
 
     longest: tokens of the longest text.
     """
-    free = free_bytes(target.device)
     for cell in cells:
         slots, nodes = (cell.policy.slots, cell.policy.nodes) if cell.policy else (1, 1)
-        need = target.cache_bytes(cell.batch, longest + 2 * slots, nodes)
-        if need > free:
-            raise UserError(
-                f"--batch: {cell.batch} rows of {longest} tokens, {nodes} nodes each, need about "
-                f"{need / 2**30:.1f} GiB, {target.device} has {free / 2**30:.1f} GiB free; use at "
-                f"most {cell.batch * free // need}"
-            )
+        target.check_memory(cell.batch, longest + 2 * slots, nodes, "--batch")
 
 
 # ---------------------------------------------------------------- one cell
@@ -260,18 +253,12 @@ class Store:
     """bench.json: what the figures depend on, and every finished cell. Rewritten at each."""
 
     def __init__(self, folder: Path, settings: dict[str, Any], about: dict[str, Any]) -> None:
-        """Raises UserError where the folder holds another bench, or cannot be written."""
+        """Raises UserError where the folder holds another bench or a broken one, or cannot be
+        written."""
         self.path = folder / "bench.json"
         self.content: dict[str, Any] = {"settings": settings, **about, "cells": {}}
         if self.path.is_file():
-            try:
-                before = json.loads(self.path.read_text())
-                same = before["settings"] == json.loads(json.dumps(settings))
-            except (ValueError, TypeError, KeyError):
-                same = False
-            if not same:
-                raise UserError(f"{folder}: holds another bench; give another --output")
-            self.content = before
+            self.content = self._stored(settings)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._write()
@@ -279,6 +266,24 @@ class Store:
             raise UserError(
                 f"{folder}: cannot be written ({error.strerror}); give another --output"
             ) from None
+
+    def _stored(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """The bench that was begun with these settings."""
+        try:
+            before = json.loads(self.path.read_text())
+            there, _ = before["settings"], before["cells"]
+            here = json.loads(json.dumps(settings))  # the types that JSON has
+            other = [key for key in here | there if here.get(key) != there.get(key)]
+        except (ValueError, TypeError, KeyError):
+            raise UserError(
+                f"{self.path}: cannot be read as a bench; delete it, or give another --output"
+            ) from None
+        if other:
+            raise UserError(
+                f"{self.path.parent}: holds another bench (of other {', '.join(other)}); give "
+                "another --output"
+            )
+        return before
 
     @property
     def cells(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.drafters.base import Drafter, Guesses
+from draftsmith.drafters.base import Drafter, Guesses, Unroll
 from draftsmith.drafters.batch import Batch, align
 from draftsmith.eval.replay import (
     ROWS,
@@ -33,13 +33,20 @@ NEVER = 1 << 30  # the rank of a token that the drafter cannot propose
 
 
 @torch.no_grad()
-def ranks(drafter: Drafter, batch: Batch, depths: int, first_prompt: int = 0) -> list[Table]:
+def ranks(
+    drafter: Drafter,
+    batch: Batch,
+    depths: int,
+    first_prompt: int = 0,
+    unroll: Unroll | Guesses | None = None,
+) -> list[Table]:
     """Tables of every text whose `weight` (L, K) is the rank of the text's token in q, from 0.
 
-    Ties go to the lowest id, as in argmax. A guess (no q) is rank 0, all else is NEVER.
+    Ties go to the lowest id, as in argmax. A guess (no q) is rank 0, all else is NEVER. Arguments
+    are those of `replay.tables`.
     """
     alignment = align(batch, depths)
-    unroll = drafter.unroll(batch, depths)
+    unroll = unroll or drafter.unroll(batch, depths)
     if isinstance(unroll, Guesses):
         exists = alignment.exists & (unroll.tokens >= 0)
         rank = torch.where((unroll.tokens == alignment.label) & exists, 0, NEVER)
@@ -66,6 +73,7 @@ def _rank(logits: Tensor, token: Tensor) -> Tensor:
     return torch.where(token >= 0, before.sum(1), NEVER)
 
 
+@torch.no_grad()
 def diagnose(drafter: Drafter, batches: Iterable[Batch], k: int, seed: int = 0) -> dict[str, Any]:
     """Recall of the target's token among the best 1, 4, 16 candidates, and oracle tau, at k.
 
@@ -77,8 +85,9 @@ def diagnose(drafter: Drafter, batches: Iterable[Batch], k: int, seed: int = 0) 
     ranked: list[Table] = []
     for batch in batches:
         first = served[-1].prompt + 1 if served else 0
-        served += tables(drafter, batch, k, first)
-        ranked += ranks(drafter, batch, k, first)
+        unroll = drafter.unroll(batch, k)
+        served += tables(drafter, batch, k, first, unroll)
+        ranked += ranks(drafter, batch, k, first, unroll)
     reached, hits = np.zeros(k), {width: np.zeros(k) for width in WIDTHS}
     for table, rank in zip(served, ranked, strict=True):
         weight = _reached(table, k)  # (L, k)

@@ -14,7 +14,7 @@ from draftsmith.drafters.policy import StaticTree, Tree
 from draftsmith.drafters.sampling import Noise, Purpose, Sampler, pick
 from draftsmith.drafters.target import Target
 from draftsmith.eval.decoder.loop import Decoder
-from draftsmith.eval.decoder.text import Text
+from draftsmith.eval.decoder.text import Text, end_token
 from draftsmith.eval.parity import TIE
 from draftsmith.eval.rehearsal import Rehearsed
 from draftsmith.eval.subject import (
@@ -25,7 +25,6 @@ from draftsmith.eval.subject import (
     Steps,
     Subject,
     divergence,
-    end_token,
     policies,
     top_gap,
 )

@@ -14,12 +14,9 @@ from typing import Any
 from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.eval.certified_texts import half_precision, text_steps
-from draftsmith.eval.evaluate import read_texts
-from draftsmith.eval.parity import Parity, compare, compare_trees
-from draftsmith.eval.replay import tables
+from draftsmith.eval.evaluate import read_texts, replay_of
 from draftsmith.eval.rulebook import EXACT, WRONG, rule_errors, wrong_rule_errors
 from draftsmith.eval.subject import GREEDY, WARM, Outcome, Steps, Subject, policies
-from draftsmith.eval.walk import walk
 
 
 @dataclass
@@ -87,13 +84,9 @@ def _parity_step(
     def step() -> Outcome:
         texts = subject.decode(drafter, policy, sampler, subject.all, name)
         batches = read_texts(subject.target, drafter, texts, sampler)
-        parity: Parity
-        if policy.is_chain:
-            found = [table for batch in batches for table in tables(drafter, batch, policy.k)]
-            parity = compare(texts, found, policy.k, deterministic, policy.block)
-        else:
-            walks = [one for batch in batches for one in walk(drafter, batch, policy)]
-            parity = compare_trees(texts, walks, policy.k)
+        found = replay_of(drafter, batches, texts, policy, deterministic)
+        assert found is not None  # `policies` holds no drawn tree
+        parity = found.parity
         accepted = "/".join(map(str, parity.counted[1:]))
         figure = f"{parity.counted[0]} passes, accepted per depth {accepted}, "
         if deterministic:

@@ -5,7 +5,6 @@ The prompts are decoded one at a time (batch 1), which is what the speed figures
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from draftsmith.drafters.batch import Batch, batch_of
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
-from draftsmith.eval.acceptance import Part, acceptance, by_domain, parts_of, repetitive
+from draftsmith.eval.acceptance import Part, acceptance, by_domain, known, parts_of, repetitive
 from draftsmith.eval.decoder.loop import Clock, Decoder
 from draftsmith.eval.decoder.text import Text
 from draftsmith.eval.parity import Parity, compare, compare_trees, counts
@@ -73,7 +72,7 @@ def evaluate(
     k = policy.k
     deterministic = sampler.greedy or drafter.deterministic or not policy.sampled
     batches = read_texts(target, drafter, texts, sampler)
-    found = _replayed(drafter, batches, texts, policy, deterministic, seed)
+    found = replay_of(drafter, batches, texts, policy, deterministic, seed)
     answers = [text.tokens for text in texts]
     clock, base = speculative.clock, baseline.clock
     counted = counts(texts, k)
@@ -135,7 +134,7 @@ def evaluate(
 
 
 @dataclass
-class _Replayed:
+class Replayed:
     """Replay of decoded texts under a policy, and its parity with what was decoded."""
 
     parts: list[Part]
@@ -144,29 +143,32 @@ class _Replayed:
     parity: Parity
 
 
-def _replayed(
+def replay_of(
     drafter: Drafter,
     batches: Sequence[Batch],
     texts: Sequence[Text],
     policy: Policy,
     deterministic: bool,
-    seed: int,
-) -> _Replayed | None:
-    """None for a drawn tree: given its text, what it accepts is no expectation we can take."""
+    seed: int = 0,
+) -> Replayed | None:
+    """Replay of decoded texts, read into batches in their order, and its parity with them.
+
+    None for a drawn tree: given its text, what it accepts is no expectation we can take.
+    """
     k = policy.k
     tau_by_k: dict[str, float | None] = {}
     if policy.is_chain:
         by_k = replay(drafter, batches, k, seed, policy.block)
         parts = parts_of(by_k[k].tables, k, policy.block)
         parity = compare(texts, by_k[k].tables, k, deterministic, policy.block)
-        tau_by_k = {str(j): _known(r.tau) for j, r in by_k.items()}
+        tau_by_k = {str(j): known(r.tau) for j, r in by_k.items()}
     elif policy.sampled:
         return None
     else:
         walks = [found for batch in batches for found in walk(drafter, batch, policy)]
         parts = [Part(i, found.tokens, found.counts(k)) for i, found in enumerate(walks)]
         parity = compare_trees(texts, walks, k)
-    return _Replayed(parts, acceptance(parts, k, seed), tau_by_k, parity)
+    return Replayed(parts, acceptance(parts, k, seed), tau_by_k, parity)
 
 
 def read_texts(
@@ -193,11 +195,6 @@ def histogram(texts: Sequence[Text], k: int) -> list[int]:
 def count_parameters(drafter: Drafter) -> int:
     """The drafter's own parameters: those that its checkpoint holds."""
     return sum(p.numel() for p in drafter.parameters() if p.requires_grad)
-
-
-def _known(value: float) -> float | None:
-    """None for the tau of texts that took no verify pass: NaN is no JSON."""
-    return None if math.isnan(value) else value
 
 
 def _ratio(tokens: int, seconds: float, base_tokens: int, base_seconds: float) -> float | None:

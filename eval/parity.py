@@ -6,19 +6,23 @@ for passes and for each depth. Anything else is a bug, never noise.
 
 Those z pool over texts, and a drafter that reads the wrong features accepts about as often, only
 elsewhere: they hardly see it. So each tried depth is also taken as the independent coin that it is
-given the text, and `z_local` weighs whether coins of higher chance came up more often.
+given the text, and `z_local` weighs whether coins of higher chance came up more often, and those of
+lower chance less.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
-from statistics import NormalDist
+
+import numpy as np
 
 from draftsmith.eval.decoder.text import Text
 from draftsmith.eval.replay import Table, moments, survivals
+from draftsmith.eval.tails import FIXED, STEP, coin_wave, count_wave, z_score
 from draftsmith.eval.walk import Walk
 
 TIE = 1e-3  # two logits closer than this are a tie in fp32
@@ -40,8 +44,8 @@ class Parity:
     """counted and expected: [passes, accepted at depth 0, 1, ..], over all texts.
 
     deterministic: z is not defined, `equal` says whether every text that is no tie agrees.
-    sampled: z per count, by its Poisson tail where the variance is below 1, None where that is 0
-    (then the counts must be equal).
+    sampled: z per count, by the tail of its own law where the variance is small, None where that is
+    0 (then the counts must be equal).
     """
 
     deterministic: bool
@@ -108,31 +112,12 @@ def compare(
         none: list[float | None] = [None] * (k + 1)
         return Parity(True, counted, expected, none, None, not splits, len(texts), ties, splits)
     variance = [float(sum(m.variance[i] for m in parts)) for i in range(k + 1)]
-    z: list[float | None] = []
-    equal = True
-    for count, mean, spread in zip(counted, expected, variance, strict=True):
-        if spread >= 1:
-            z.append((count - mean) / math.sqrt(spread))
-        elif spread > 1e-9:
-            z.append(_rare_z(count, mean))
-        else:  # nothing random is left: the counts must be the same
-            z.append(None)
-            equal = equal and abs(count - mean) < 1e-6
+    of = list(zip(counted, expected, variance, strict=True))
+    z = [z_score(*one, partial(count_wave, tables, k, i, block)) for i, one in enumerate(of)]
+    # Where nothing random is left the counts must be the same.
+    equal = all(abs(count - mean) < 1e-6 for count, mean, spread in of if spread <= FIXED)
     local = local_z(texts, tables, k, block)
     return Parity(False, counted, expected, z, local, equal, len(texts))
-
-
-def _rare_z(count: int, mean: float) -> float:
-    """The z that is as unlikely as a count of rare events, whose variance is below 1.
-
-    Such a count is no normal variable: where 0.07 acceptances are expected, one has a chance of 7%
-    and (1 - mean) / sqrt(variance) = 3.5. Its law is near Poisson's, whose tail is taken instead.
-    """
-    below = [math.exp(-mean) * mean**n / math.factorial(n) for n in range(count + 1)]
-    if count > mean:  # the chance of so many and more
-        tail = max(1.0 - sum(below[:-1]), 1e-12)
-        return max(-NormalDist().inv_cdf(tail), 0.0)
-    return min(NormalDist().inv_cdf(min(sum(below), 0.5)), 0.0)
 
 
 def compare_trees(texts: Sequence[Text], walks: Sequence[Walk], k: int) -> Parity:
@@ -161,20 +146,33 @@ def compare_trees(texts: Sequence[Text], walks: Sequence[Walk], k: int) -> Parit
 def local_z(
     texts: Sequence[Text], tables: Sequence[Table], k: int, block: bool = False
 ) -> float | None:
-    """z of the sum of (r - 1/2) (accepted - r) over every depth tried, r its chance in the table.
+    """z of the sum of (r - c) (accepted - r) over every depth tried, r its chance in the table.
 
-    None where no try had a chance between 0 and 1 (other than 1/2, which weighs nothing).
+    c is the mean of r weighted by r (1 - r), so that the sum is orthogonal to the number accepted:
+    more acceptances everywhere leave it alone, more at low r and fewer at high r do not. r - c
+    is rounded to sixteenths, so that a small sum has a law (taken as though the walk had not chosen
+    its own tries). None where every chance is certain, or all are alike.
     """
-    total = variance = 0.0
+    tries = np.array(list(_tries(texts, tables, k, block))).reshape(-1, 2)
+    r, accepted = tries.T
+    spread = r * (1 - r)
+    if spread.sum() <= FIXED:
+        return None
+    weight = np.rint(STEP * (r - (r * spread).sum() / spread.sum()))
+    total, mean, variance = int(weight @ accepted), float(weight @ r), float(weight**2 @ spread)
+    return z_score(total, mean, variance, partial(coin_wave, r, weight), STEP)
+
+
+def _tries(
+    texts: Sequence[Text], tables: Sequence[Table], k: int, block: bool
+) -> Iterator[tuple[float, bool]]:
+    """Of every depth that the decoder tried: its chance in the table, and whether it was taken."""
     for text, table in zip(texts, tables, strict=True):
         S = survivals(table, k, block)
         for anchor, _, accepted in text.rounds:
             i = anchor - len(text.prompt) + 1
             for j in range(min(k, int(table.limit[i]), accepted + 1)):
-                r = float(S[i, j + 1] / S[i, j]) if S[i, j] > 0 else 0.0
-                total += (r - 0.5) * ((accepted > j) - r)
-                variance += (r - 0.5) ** 2 * r * (1 - r)
-    return total / math.sqrt(variance) if variance > 1e-9 else None
+                yield float(S[i, j + 1] / S[i, j]) if S[i, j] > 0 else 0.0, accepted > j
 
 
 def _first_split(prompt: int, text: Text, table: Table, k: int) -> Split | None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from draftsmith.drafters.base import Drafter, Guesses
+from draftsmith.drafters.base import Drafter, Guesses, Unroll
 from draftsmith.drafters.batch import Batch, align
 from draftsmith.eval.stats import chunk_stats, chunks
 
@@ -50,13 +50,20 @@ class Table:
 
 
 @torch.no_grad()
-def tables(drafter: Drafter, batch: Batch, depths: int, first_prompt: int = 0) -> list[Table]:
+def tables(
+    drafter: Drafter,
+    batch: Batch,
+    depths: int,
+    first_prompt: int = 0,
+    unroll: Unroll | Guesses | None = None,
+) -> list[Table]:
     """Tables of every text in a batch that the target has read, at the batch's own sampler.
 
-    first_prompt numbers the batch's first (row, segment); further ones count up.
+    first_prompt numbers the batch's first (row, segment); further ones count up. unroll: the
+    drafter's own at these depths, where it is there already.
     """
     alignment = align(batch, depths)
-    unroll = drafter.unroll(batch, depths)
+    unroll = unroll or drafter.unroll(batch, depths)
     if isinstance(unroll, Guesses):
         exists = alignment.exists & (unroll.tokens >= 0)
         weight = ((unroll.tokens == alignment.label) & exists).double()
@@ -97,19 +104,14 @@ def split(
     for b in range(anchors.shape[0]):
         row = anchors[b].tolist()
         segments = batch.segment[b].tolist()
-        made = batch.made[b].tolist()
         start = 0
         for i, a in enumerate(row):
             if a < 0:
                 break
             if (b, segments[a]) != seen:
                 seen, prompt = (b, segments[a]), prompt + 1
-            last = (
-                i + 1 == len(row)
-                or row[i + 1] != a + 1
-                or segments[a + 1] != segments[row[i + 1] + 1]
-            )
-            if last or not made[a + 1]:
+            # Roots are target-made and lie in their anchor's segment: a run of anchors is one text.
+            if i + 1 == len(row) or row[i + 1] != a + 1:
                 cut = slice(start, i + 1)
                 out.append(
                     Table(
@@ -158,8 +160,7 @@ def moments(table: Table, k: int, block: bool = False) -> Moments:
     L = len(table.limit)
     S = survivals(table, k, block)
     P = S[:, :-1] - S[:, 1:]  # (L, k + 1): chance that m drafts are accepted
-    f = np.ones((k + 1, k + 1))  # f[m] = [1, m > 0, m > 1, ..]
-    f[:, 1:] = np.arange(k + 1)[:, None] > np.arange(k)
+    f = per_round(k)
     v = np.zeros((L + k + 1, k + 1))
     v2 = np.zeros_like(v)
     for i in range(L - 2, -1, -1):  # at i = L - 1 the root ends the text: no pass
@@ -169,6 +170,13 @@ def moments(table: Table, k: int, block: bool = False) -> Moments:
     rounds = starts(P)[:, None] * (np.arange(k) < table.limit[:, None])  # (L, k)
     reached, survived = (rounds * S[:, :k]).sum(0), (rounds * S[:, 1 : k + 1]).sum(0)
     return Moments(v[0], np.maximum(v2[0] - v[0] ** 2, 0.0), reached, survived)
+
+
+def per_round(k: int) -> Array:
+    """(k + 1, 1 + k): [passes, accepted at depth 0, 1, ..] of a round that accepts m drafts."""
+    f = np.ones((k + 1, k + 1))
+    f[:, 1:] = np.arange(k + 1)[:, None] > np.arange(k)
+    return f
 
 
 def starts(P: Array) -> Array:
@@ -252,7 +260,10 @@ def replay(
         return out
 
     full = at(k) if drafter.depth_causal else None
-    out = {j: summarise(full or at(j), j, seed=seed, block=block) for j in range(1, k + 1)}
+    out = {
+        j: summarise(full if full is not None else at(j), j, seed=seed, block=block)
+        for j in range(1, k + 1)
+    }
     for result in out.values():
         result.biased = any(batch.foreign for batch in read)
     return out

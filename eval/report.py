@@ -51,9 +51,9 @@ def assemble(
     """report.json of a run.
 
     about: what is passed on as it is: run, target, drafter {family, parameters}, heldout, k, served
-    (the label of the run's sampler), best (a step), provenance. checkpoints: {step, tokens_learned,
-    replay: {label: acceptance.replayed(..)}}, ascending. decode: evaluate's report by label, and
-    costs, both of the best checkpoint.
+    (the label of the run's sampler), best (a step), timed_in, provenance. checkpoints: {step,
+    tokens_learned, replay: {label: acceptance.replayed(..)}}, ascending. decode: evaluate's report
+    by label, and costs, both of the best checkpoint.
     """
     rows = [row | {"best": row["step"] == about["best"]} for row in checkpoints]
     best = next(row for row in rows if row["best"])
@@ -75,8 +75,7 @@ def assemble(
         "repetitive": {name: r["repetitive"] for name, r in found.items()},
         "decode": dict(decode),
         "speed": {
-            name: _speed(costs[name], r, about["drafter"]["parameters"], best["tokens_learned"])
-            for name, r in found.items()
+            name: _speed(costs[name], r, about, best["tokens_learned"]) for name, r in found.items()
         },
         "histogram": {name: histogram(d["decode"]["histogram"]) for name, d in decode.items()},
         "sample_text": sample_text,
@@ -99,17 +98,17 @@ def _by_k(found: Report, costs: Costs) -> Report:
     return out
 
 
-def _speed(costs: Costs, found: Report, parameters: int, learned: int) -> Report:
+def _speed(costs: Costs, found: Report, about: Report, learned: int) -> Report:
     tau = {int(k): value for k, value in found["tau_by_k"].items()}
     interval = {int(k): (low, high) for k, (low, high) in found["tau_ci_by_k"].items()}
-    drafting = Drafting(tau, interval, found["alpha"][0], parameters, learned)
+    drafting = Drafting(tau, interval, found["alpha"][0], about["drafter"]["parameters"], learned)
     best = speed.best_k(costs, tau)
     return {
         "costs_ms": costs.milliseconds(),
         "best_k": best,
         "predicted_speedup": speed.speedup(costs, tau[best], best),
         "break_even_tau": speed.break_even(costs, best),
-        "verdict": speed.verdict(costs, drafting),
+        "verdict": f"{speed.verdict(costs, drafting)} {about['timed_in']}",
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +16,7 @@ from draftsmith.drafters.policy import Tree
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval.decoder.loop import Decoder
-from draftsmith.eval.decoder.text import Text
+from draftsmith.eval.decoder.text import Text, end_token, ends
 
 GREEDY, WARM = Sampler(0.0), Sampler(0.8)
 SEED = 3
@@ -126,19 +125,3 @@ def top_gap(hf: Any, prefix: Sequence[int]) -> float:
     logits = hf(torch.tensor([prefix], device=hf.device), use_cache=False).logits[0, -1]
     first, second = logits.float().topk(2).values.tolist()
     return first - second
-
-
-def ends(target: Target, eos: int | None) -> list[int]:
-    """End tokens: eos, or for None one that never comes."""
-    return [target.vocab_size if eos is None else eos]
-
-
-@contextmanager
-def end_token(target: Target, eos: int | None) -> Iterator[None]:
-    """Another token ends a text for a while."""
-    config = target.hf.generation_config
-    before, config.eos_token_id = config.eos_token_id, ends(target, eos)
-    try:
-        yield
-    finally:
-        config.eos_token_id = before

@@ -94,6 +94,7 @@ def walk(drafter: Drafter, batch: Batch, policy: Policy) -> list[Walk]:
 
     anchor = spans.anchor.clone()
     feed(spans.first, anchor - spans.first + 1)
+    drafter.begin(state)
     none = Noise(0, torch.zeros_like(anchor), torch.zeros_like(anchor))
     while bool((anchor + 1 < spans.end).any()):
         going = anchor + 1 < spans.end

@@ -31,6 +31,7 @@ from draftsmith.eval.bench import (
     run,
 )
 from draftsmith.eval.provenance import provenance
+from draftsmith.recipes.once import digest
 
 _SYNTHETIC_PROMPTS = 8
 
@@ -81,6 +82,7 @@ def bench(request: Request) -> None:
             f"target's {target.max_positions} positions; lower it"
         )
     check_memory(target, cells, longest)
+    here = device_of(target) | provenance()
     hashed = hashlib.sha256(json.dumps([asked.ids for asked in prompts]).encode())
     settings = {
         "target": target.source.spec,
@@ -91,8 +93,10 @@ def bench(request: Request) -> None:
         "prompts_hash": hashed.hexdigest()[:16],
         "warm_up": WARM_UP,
         "seed": request.seed,
+        "drafters": {name: _weights(name) for name in request.drafters},
+        **{key: here[key] for key in ("device", "dtype", "machine", "commit")},
     }
-    store = Store(request.output, settings, device_of(target) | provenance())
+    store = Store(request.output, settings, here)
     with _CellProgress(len(cells)) as progress:
         run(
             target, drafters, cells, prompts, request.max_new_tokens, store,
@@ -103,6 +107,11 @@ def bench(request: Request) -> None:
     _print(store, console)
     (request.output / "bench.md").write_text(bench_table.markdown(store.content))
     console.print(f"written: {store.path} and bench.md")
+
+
+def _weights(name: str) -> str:
+    """What a drafter of this name is now: a path may hold another one tomorrow."""
+    return name if name == "ngram" else digest(Path(name) / "model.safetensors")
 
 
 def _real(request: Request) -> tuple[Target, dict[str, Drafter], list[Asked]]:

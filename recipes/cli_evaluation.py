@@ -147,7 +147,7 @@ def bench(
     drafters: Annotated[
         list[str] | None, typer.Argument(help="Checkpoint folders, or ngram (the default).")
     ] = None,
-    k: Annotated[str, typer.Option(help="Draft lengths of chains; empty for none.")] = "2,4,6",
+    k: Annotated[str, typer.Option(help="Draft lengths of chains; empty for none.")] = "2,4",
     tree: Annotated[
         str, typer.Option(help="Node budgets of trees, as deep as the longest k.")
     ] = "",

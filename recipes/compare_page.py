@@ -129,8 +129,9 @@ def about(report: Report) -> str:
     return (
         f"Replay of {report['prompts']} held-out answers of the target, at most "
         f"{report['max_new_tokens']} tokens each, k = {report['k']} (a family's longest, where "
-        f"that is less). Speed: medians of rounds of the real decoder at batch 1; measured on "
-        f"{report['decoded_prompts']} prompts at the best k."
+        f"that is less). Speed: medians of rounds of the real decoder at batch 1, predicted and "
+        f"measured on the first {report['decoded_prompts']} prompts at the best k. "
+        f"{report['timed_in']}"
     )
 
 

@@ -220,7 +220,7 @@ def _print(report: dict[str, Any], console: Console) -> None:
         by_k = "  ".join(f"{k}: {number(tau)}" for k, tau in replay["tau_by_k"].items())
         console.print(f"tau by k (replay)  {by_k}")
     console.print(
-        f"speed  {number(decode['tokens_per_s'], 2)} tokens/s against "
+        f"speed in {report['dtype']}  {number(decode['tokens_per_s'], 2)} tokens/s against "
         f"{number(decode['baseline_tokens_per_s'], 2)}: {number(decode['speedup'], 2)}x measured, "
         f"{number(report['predicted_speedup'], 2)}x predicted; tau must reach "
         f"{number(report['break_even_tau'], 2)} to break even; a round is "

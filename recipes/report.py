@@ -67,7 +67,6 @@ def report(run: Path, settings: Settings) -> dict[str, Any]:
     Raises UserError: no run there, one that is still being trained, or its target is gone.
     """
     recipe, steps = read_run(run)
-    k = settings.k or recipe.k
     samplers = {pages.label(s): s for s in (Sampler(0.0), Sampler(1.0), recipe.sampler)}
     found = read_suite(settings.prompts) if settings.prompts else product_prompts("heldout")
     prompts = spread(found, settings.limit)
@@ -78,6 +77,9 @@ def report(run: Path, settings: Settings) -> dict[str, Any]:
     target = _target(run / f"checkpoint-{steps[-1]}", settings.target or recipe.target)
     for step in steps:
         base.check_target(run / f"checkpoint-{step}", about[step]["target"], target)
+    latest = base.load(run / f"checkpoint-{steps[-1]}", target)
+    k = settings.k or min(recipe.k, latest.longest or recipe.k)
+    latest.check(Policy(k))
     sets = {
         name: answered(
             run.parent / "heldout", target, prompts, sampler, settings.max_new_tokens, settings.seed
@@ -120,6 +122,7 @@ def report(run: Path, settings: Settings) -> dict[str, Any]:
             "best": best,
             "best_chosen_by": chosen_by,
             "device": str(target.device),
+            "timed_in": speed.timed_in(target),
             **provenance(),
         },
         rows,

@@ -17,16 +17,21 @@ import pytest
 import torch
 
 import tiny
+import training
 from draftsmith.drafters import base
+from draftsmith.drafters import target as target_module
 from draftsmith.drafters.base import Policy
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.policy import StaticTree, Tree
 from draftsmith.drafters.sampling import Sampler
+from draftsmith.drafters.target import Target
 from draftsmith.eval import bench, bench_table, roofline, speed, synthetic
 from draftsmith.eval.bench import Asked, Cell, Store, check_memory, full_batches, grid, measure, run
 from draftsmith.eval.decoder.loop import Clock, Decoder
 from draftsmith.eval.decoder.round import Rounds
 from draftsmith.recipes import cli
+from draftsmith.recipes.bench import Request
+from draftsmith.recipes.bench import bench as bench_command
 
 CPU = torch.device("cpu")
 PROMPTS = [Asked(ids, "code" if i % 2 else "chat") for i, ids in enumerate(tiny.prompts(4))]
@@ -238,14 +243,58 @@ def test_a_stopped_bench_goes_on(
 
 def test_another_bench_is_not_overwritten(tmp_path: Path) -> None:
     Store(tmp_path, SETTINGS, ABOUT)
-    with pytest.raises(UserError, match="holds another bench; give another --output"):
+    with pytest.raises(UserError, match=r"another bench \(of other alpha\); give another --output"):
         Store(tmp_path, SETTINGS | {"alpha": 0.7}, ABOUT)
-    (tmp_path / "bench.json").write_text("{")
-    with pytest.raises(UserError, match="holds another bench"):
-        Store(tmp_path, SETTINGS, ABOUT)
+    Store(tmp_path, SETTINGS, ABOUT)
+    for broken in ("{", "[]", '{"settings": {}}', '{"settings": null, "cells": {}}'):
+        (tmp_path / "bench.json").write_text(broken)
+        with pytest.raises(UserError, match="bench.json: cannot be read as a bench; delete it"):
+            Store(tmp_path, SETTINGS, ABOUT)
 
 
-def test_what_the_grid_refuses(shaped: tuple) -> None:
+def test_a_bench_goes_on_with_the_same_weights_on_the_same_machine_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault: figures of the drafter that lay at this path before, or of another machine, as new."""
+    target = str(training.save_target(tmp_path / "target"))
+    prompts = str(training.write_prompts(tmp_path / "prompts.jsonl", 2))
+    drafter, output = tmp_path / "drafter", tmp_path / "out"
+    drafter.mkdir()
+
+    def trained(seed: int) -> None:
+        torch.manual_seed(seed)
+        cls = base.family("medusa")
+        made = cls.create(Target.load(target), cls.Config(heads=2))
+        for weight in made.parameters():
+            weight.data += torch.randn_like(weight)
+        base.save(made, drafter)
+
+    def bench_again() -> dict[str, Any]:
+        bench_command(
+            Request(
+                target, [str(drafter)], [2], [], [1], [0.0], 4, prompts, 1, None, 0.5, output, 0
+            )
+        )
+        return json.loads((output / "bench.json").read_text())
+
+    trained(0)
+    found = bench_again()
+    assert bench_again() == found
+    trained(1)
+    with pytest.raises(UserError, match=r"holds another bench \(of other drafters\)"):
+        bench_again()
+    trained(0)
+    assert bench_again() == found
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        with pytest.raises(UserError, match=r"holds another bench \(of other machine\)"):
+            bench_again()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_what_the_grid_refuses(shaped: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     target, drafter = shaped
     with pytest.raises(UserError, match=r"--batch: 65 is not in 1..64"):
         grid({"e": drafter}, [Policy(2)], [65], [0.0])
@@ -253,8 +302,12 @@ def test_what_the_grid_refuses(shaped: tuple) -> None:
         grid({"n": ngram()}, [Tree(k=2, budget=4)], [1], [0.0])
     cells = grid({"e": drafter}, [Policy(2)], [64], [0.0])
     check_memory(target, cells, 100)
-    with pytest.raises(UserError, match=r"--batch: 64 rows .* use at most \d+"):
+    with pytest.raises(UserError, match=r"--batch: 64 rows .* use shorter texts or a smaller"):
         check_memory(target, [replace(cells[1])], 10**10)
+    one = target.cache_bytes(1, 100 + 2 * cells[1].policy.slots, cells[1].policy.nodes)
+    monkeypatch.setattr(target_module, "free_bytes", lambda device: 9 * one)
+    with pytest.raises(UserError, match=r"--batch: 64 rows .* use at most 9 rows"):
+        check_memory(target, cells[1:], 100)
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,14 @@ def test_the_first_candidate_is_the_draft(name: str) -> None:
     check_oracle(name)
 
 
+def test_a_batch_is_unrolled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, batch = own("eagle", Sampler(1.0))
+    calls, unroll = [], type(drafter).unroll
+    monkeypatch.setattr(type(drafter), "unroll", lambda *args: calls.append(args) or unroll(*args))
+    diagnose(drafter, [batch], K)
+    assert len(calls) == 1
+
+
 def test_ranks_counted_from_one_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
     right = candidates._rank
     monkeypatch.setattr(candidates, "_rank", lambda *args: right(*args) + 1)
@@ -138,6 +146,20 @@ def test_figures(world: World, found: dict[str, Any]) -> None:
         for here in drafter["at"].values():
             assert here["parity"]["holds"] and 1 <= here["best_k"] <= K
             assert 0 < here["draft_share"] < 1
+
+
+def test_predicted_is_of_what_is_measured(world: World, found: dict[str, Any]) -> None:
+    """At T=0 the decoder writes the very texts that were replayed: their tau, and no other's."""
+    for drafter in found["drafters"].values():
+        here = drafter["at"]["T=0"]
+        costs, k = here["costs_ms"], str(here["best_k"])
+        of_decoded = here["decode"]["tau"] * costs["step"] / costs["round"][k]
+        assert here["predicted_speedup"] == pytest.approx(of_decoded)
+    few = [d["at"]["T=0"]["decode"]["tau"] for d in found["drafters"].values()]
+    assert few != pytest.approx(
+        [d["at"]["T=0"]["replay"]["tau_by_k"][str(d["at"]["T=0"]["best_k"])]
+         for d in found["drafters"].values()]
+    ), "prompts that tell nothing"  # fmt: skip
 
 
 def test_pages_hold_no_figure_of_their_own(world: World, found: dict[str, Any]) -> None:

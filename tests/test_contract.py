@@ -122,11 +122,14 @@ def play(
     state = made.start(len(known), max(map(len, known)) + (k + 3) * (k + 1))
     feed(made, state, [text[: min(6, len(text) - 1)] for text in known], [0] * len(known))
     feed(made, state, [text[:-1] for text in known], [min(6, len(text) - 1) for text in known])
+    made.begin(state)
+    policy = Policy(min(k, made.longest or k))
+    made.check(policy)
     out: list[list[Moment]] = []
     for turn in range(k + 2):
         root = torch.tensor([text[-1] for text in known])
         noise = Noise(11, torch.tensor(ids), torch.full((len(ids),), turn))
-        proposal = made.propose(state, root, Policy(k), sampler, noise)
+        proposal = made.propose(state, root, policy, sampler, noise)
         assert proposal.tokens[:, 0].equal(root)
         N = proposal.tokens.shape[1]
         assert proposal.parents.equal(torch.arange(-1, N - 1).expand(len(ids), -1))
@@ -271,6 +274,7 @@ def check_draws(made: Drafter) -> None:
     text = prompts(1)[0][:6]
     with torch.no_grad():
         feed(made, state, [text[:-1]] * rows, [0] * rows)
+        made.begin(state)
         noise = Noise(0, torch.arange(rows), torch.zeros(rows, dtype=torch.long))
         root = torch.full((rows,), text[-1])
         proposal = made.propose(state, root, Policy(2), sampler, noise)
@@ -496,10 +500,12 @@ def test_state_is_all_there_is(name: str) -> None:
     with torch.no_grad():
         state = made.start(1, 64)
         feed(made, state, [text[:-1]], [0])
+        made.begin(state)
         kept = copy.deepcopy(state)
         first = made.propose(state, root, Policy(3), PLAIN, noise)
         other = made.start(2, 64)
         feed(made, other, [prompts(3)[2]] * 2, [0, 0])
+        made.begin(other)
         made.propose(other, root.repeat(2), Policy(3), PLAIN, noise)
         again = made.propose(kept, root, Policy(3), PLAIN, noise)
     assert first.tokens.equal(again.tokens) and first.length.equal(again.length)

@@ -181,6 +181,34 @@ def test_a_capture_that_fails_goes_on_eagerly(
     assert line.startswith("no CUDA graphs: ") and "\n" not in line
 
 
+def test_a_batch_that_cannot_be_captured_spoils_no_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A target of experts refuses many rows: those run eagerly, one row goes on from graphs."""
+    made = contract.drafter("eagle")
+    monkeypatch.setattr(graphs, "capture", capture)
+    asked: list[int] = []
+
+    def problem(target: Any, nodes: int, rows: int) -> str | None:
+        asked.append(rows)
+        return "it has experts" if rows > 1 else None
+
+    monkeypatch.setattr(loop, "capture_problem", problem)
+    decoder = Decoder(made.target, made, Policy(3), graphs=True)
+    many, one = tiny.prompts(2, 1), tiny.prompts(1, 2)
+    eager = [Decoder(made.target, made, Policy(3)).generate(p, Sampler(0.0), 12) for p in
+             (many, one)]  # fmt: skip
+    monkeypatch.setattr(decoder, "_cuda", True)
+    monkeypatch.setattr(decoder, "_mark", loop.time.perf_counter)
+    for _ in range(2):
+        assert decoder.generate(many, Sampler(0.0), 12) == eager[0] and not decoder.captured
+        assert decoder.generate(one, Sampler(0.0), 12) == eager[1] and len(decoder.captured) == 1
+        decoder.captured.clear()
+    assert asked == [2, 1]
+    (line,) = caplog.messages
+    assert "no CUDA graphs at batch 2, as it has experts" in line
+
+
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_replayed_baseline_equals_eager(

@@ -2,7 +2,8 @@
 
 Deterministic drafts agree as integers, prompt by prompt; sampled ones by z. Each planted fault
 breaks it: a check that nothing can fail proves nothing. The pooled z of DESIGN.md sees what changes
-the average; `local_z` also sees a decoder that accepts as often as it should, but elsewhere.
+the average; `local_z` also sees a decoder that accepts as often as it should, but elsewhere. What
+these z are worth as statistics: test_tails.py.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -113,46 +113,11 @@ def counted(text: Text, k: int) -> list[int]:
     return [len(text.rounds), *(sum(r.accepted > j for r in text.rounds) for j in range(k))]
 
 
-def local_z(texts: Sequence[Text], found: Sequence[Table], k: int) -> float:
-    """z of sum w (accepted - r) over the depths that were tried, w = r - 1/2, r the table's chance.
-
-    Given the text and the walk so far, each try is an independent coin of chance r.
-    """
-    total = variance = 0.0
-    for text, table in zip(texts, found, strict=True):
-        for anchor, _, accepted in text.rounds:
-            i = anchor - len(text.prompt) + 1
-            for j in range(min(k, int(table.limit[i]), accepted + 1)):
-                r = float(table.ratio[i, j])
-                total += (r - 0.5) * ((accepted > j) - r)
-                variance += (r - 0.5) ** 2 * r * (1 - r)
-    return total / variance**0.5
-
-
-def sampled_parity(drafter: Drafter, sampler: Sampler, k: int, count: int) -> tuple[float, Parity]:
-    """local_z, and parity.py's verdict with its |z| for passes and each depth."""
+def sampled_parity(drafter: Drafter, sampler: Sampler, k: int, count: int) -> Parity:
     texts = decode(drafter, sampler, k, count)
-    found = replayed(drafter, texts, sampler, k)
-    parity = compare(texts, found, k, deterministic=False)
+    parity = compare(texts, replayed(drafter, texts, sampler, k), k, deterministic=False)
     assert parity.counted[k] > 10, "too few acceptances to tell"
-    assert parity.z_local == pytest.approx(local_z(texts, found, k))
-    return local_z(texts, found, k), parity
-
-
-def test_z_by_its_definition() -> None:
-    """(counted - expected) / sqrt(variance), summed over texts, against 3.5."""
-    drafter = drafter_for("small", "Llama")
-    texts = decode(drafter, PLAIN, 3, 20)
-    found = replayed(drafter, texts, PLAIN, 3)
-    parts = [moments(table, 3) for table in found]
-    for extra, holds in ((0, True), (400, False)):
-        texts[0].rounds += [Round(0, 3, 2)] * extra
-        counts = np.array([counted(text, 3) for text in texts]).sum(0)
-        spread = np.sqrt(sum(part.variance for part in parts))
-        parity = compare(texts, found, 3, deterministic=False)
-        z = (counts - sum(part.mean for part in parts)) / spread
-        np.testing.assert_allclose(np.array(parity.z, dtype=float), z, rtol=1e-6)
-        assert parity.holds == holds == bool((np.abs(z) < 3.5).all())
+    return parity
 
 
 def differing(drafter: Drafter, sampler: Sampler, k: int, count: int) -> tuple[list[int], Parity]:
@@ -191,14 +156,15 @@ def test_guesses_are_equal_at_any_temperature(family_name: str, sampler: Sampler
 @pytest.mark.parametrize(
     ("name", "k"),
     [
-        *product(("toy-block", "medusa", "hydra"), (2, 4)),
+        ("toy-block", 4),
+        *product(("toy-block", "medusa", "hydra"), (2, 3)),
         ("eagle1", 3),
         ("mtp", 3),
-        ("mtp chain", 4),
+        ("mtp chain", 3),
     ],
 )
 def test_greedy_counts_of_other_shapes(name: str, k: int) -> None:
-    """Depths that depend on k; fewer heads or modules than k asks for; other heads."""
+    """Depths that depend on k; fewer depths than heads; other heads."""
     out, parity = differing(drafter_for(name, "Llama"), GREEDY, k, 40)
     assert out == [] and parity.holds, parity.report()
 
@@ -222,9 +188,9 @@ def test_greedy_counts_of_other_shapes(name: str, k: int) -> None:
 )
 def test_sampled_counts_agree(name: str, family_name: str, sampler: Sampler, k: int) -> None:
     """|z| < 3.5 for passes, for each depth, and locally."""
-    local, parity = sampled_parity(drafter_for(name, family_name), sampler, k, 200)
-    assert all(z is not None and abs(z) < 3.5 for z in parity.z) and parity.holds, parity.report()
-    assert abs(local) < 3.5
+    parity = sampled_parity(drafter_for(name, family_name), sampler, k, 200)
+    scores = [*parity.z, parity.z_local]
+    assert all(z is not None and abs(z) < 3.5 for z in scores) and parity.holds, parity.report()
 
 
 CHAIN, EXTEND, DRAW = accept.chain, Eagle.extend, grow.draw
@@ -283,11 +249,11 @@ def test_planted_faults_show_in_z(fault: str, monkeypatch: pytest.MonkeyPatch) -
     name, plant = FAULTS[fault]
     drafter = drafter_for(name, "Llama")
     monkeypatch.setattr(*plant)
-    local, parity = sampled_parity(drafter, PLAIN, 3, 300)
+    parity = sampled_parity(drafter, PLAIN, 3, 300)
     if fault in ("the correction is drawn from p", "drafts past the end are counted"):
         assert max(abs(z or 0) for z in parity.z) > 4 and not parity.holds
     else:
-        assert abs(local) > 4
+        assert parity.z_local is not None and abs(parity.z_local) > 4 and not parity.holds
 
 
 @pytest.mark.parametrize("fault", list(FAULTS)[2:])
@@ -345,21 +311,3 @@ def test_reference_agrees_on_the_decoders_text(name: str, sampler: Sampler) -> N
             assert part.variance[i] == pytest.approx(variance, abs=1e-3)
         if name == "ngram":
             assert counted(text, 3) == part.mean.tolist()
-
-
-def test_rare_counts_are_judged_by_their_tail() -> None:
-    """One acceptance where 0.07 are expected is no alarm, though (1 - 0.07) / sqrt(0.07) > 3.5."""
-    from statistics import NormalDist
-
-    from scipy.stats import poisson
-
-    from draftsmith.eval.parity import _rare_z
-
-    for mean in (0.01, 0.07, 0.5, 0.95):
-        for count in range(5):
-            above, below = poisson.sf(count - 1, mean), poisson.cdf(count, mean)
-            known = -NormalDist().inv_cdf(above) if count > mean else NormalDist().inv_cdf(below)
-            right = max(known, 0.0) if count > mean else min(known, 0.0)
-            assert _rare_z(count, mean) == pytest.approx(right, abs=1e-4)
-    assert _rare_z(0, 1e-9) == 0.0, "what is all but certain is no alarm"
-    assert abs(_rare_z(1, 0.07)) < 2 < 3.5 < _rare_z(3, 0.07)

@@ -24,7 +24,11 @@ README = (ROOT / "README.md").read_text()
 SPANS = re.findall(r"^    (.+)$", re.sub(r" \\\n +", " ", README), re.M)
 SPANS += re.findall(r"`([^`]+)`", re.sub(r"\s+", " ", re.sub(r"```.*?```", "", README, flags=re.S)))
 COMMANDS = sorted(
-    {s.split("  #")[0].strip() for s in SPANS if re.match(r"(accelerate launch .*)?draftsmith(\.train)? ", s)}
+    {
+        s.split("  #")[0].strip()
+        for s in SPANS
+        if re.match(r"(accelerate launch .*)?draftsmith(\.train)? ", s)
+    }
 )
 STAND_INS = {"RECIPE": "smol-eagle3", "URL": "http://127.0.0.1:8000", "N": "8"}  # in capitals there
 

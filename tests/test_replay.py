@@ -334,3 +334,12 @@ def test_replay_at_every_length(name: str) -> None:
     assert found[1].passes > found[3].passes
     batches[1].foreign = True
     assert replay(made, batches, 1)[1].biased
+
+
+def test_texts_that_are_not_there_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: tables that turn out empty pass for tables that were never made."""
+    made, batch = read("small", "Llama", batch_of([([5, 6, 7], [False] * 3)], Sampler()))
+    calls, unroll = [], type(made).unroll
+    monkeypatch.setattr(type(made), "unroll", lambda *args: calls.append(args) or unroll(*args))
+    assert replay(made, [batch], 3)[3].tokens == 0
+    assert len(calls) == 1

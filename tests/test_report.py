@@ -482,6 +482,31 @@ def test_a_damaged_checkpoint(refuse: Refuse, run: Path, tmp_path: Path) -> None
     assert "checkpoint-4" in refuse(here)
 
 
+def test_drafts_are_no_longer_than_the_drafter_has_depths(
+    refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Heads for three depths, in a recipe whose k is 4: reported at 3, and refused 4 by name."""
+    before, world = signal.getsignal(signal.SIGTERM), World(tmp_path)
+    assert train.main([str(world.recipe("heads", "medusa", k=4, steps=2, save_every=2))]) == 0
+    signal.signal(signal.SIGTERM, before)
+    capsys.readouterr()
+    here, prompts = world.folder("heads"), str(world.prompts)
+    assert "chain k=4: deeper than this drafter's 3; lower k" in refuse(
+        here, "--prompts", prompts, "--k", 4
+    )
+    told: list[int] = []
+
+    def stop(run: Path, weights: Any, target: Target, sets: Any, k: int, seed: int) -> None:
+        told.append(k)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(recipe_report, "answered", lambda *args: None)
+    monkeypatch.setattr(recipe_report, "_replays", stop)
+    with pytest.raises(KeyboardInterrupt):
+        recipe_report.report(here, Settings(prompts=prompts))
+    assert told == [3]
+
+
 def test_help_shows_an_example(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import tiny
-from draftsmith.drafters.base import family
+from draftsmith.drafters.base import Policy, family
 from draftsmith.drafters.ngram import Ngram
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
@@ -21,6 +22,7 @@ from draftsmith.eval import speed
 from draftsmith.eval.acceptance import acceptance, parts_of
 from draftsmith.eval.decoder import loop
 from draftsmith.eval.decoder.round import Rounds
+from draftsmith.eval.decoder.text import end_token
 from draftsmith.eval.replay import Table
 from draftsmith.eval.speed import Costs, Drafting, burstiness, independent_tau
 
@@ -188,6 +190,47 @@ def test_rounds_of_several_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     assert speed.typical(stall, "verify") == pytest.approx((3 * 1 + 4) / 4)
 
 
+class Walker:
+    """A decoder whose i-th round of a generation takes i seconds."""
+
+    def __init__(self, target: Target, on_graphs: bool, rounds: int) -> None:
+        self.target, self.graphs, self.rounds = target, on_graphs, rounds
+        self.policy, self.clock = Policy(3), loop.Clock()
+
+    def generate(self, *args: Any, progress: Callable[[int], None], **kwargs: Any) -> None:
+        for i in range(self.rounds):
+            self.clock.verify = i + 1.0
+            progress(1)
+
+
+@pytest.mark.parametrize(("on_graphs", "first"), [(False, 3.0), (True, 4.0)])
+def test_warm_up_rounds_are_never_counted(on_graphs: bool, first: float) -> None:
+    """Two of every generation; from graphs the third as well, in which they are captured."""
+    decoder: Any = Walker(tiny.target("Llama"), on_graphs, 5)
+    found = speed._rounds(decoder, [5], Sampler(1.0), 3, 0)
+    assert {clock.verify for clock in found} == set(np.arange(first, 6.0)) and len(found) == 3
+
+
+def test_an_answer_that_ends_at_once_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: rounds of a short answer are its warm-up."""
+    target = tiny.target("Llama")
+    prompt = tiny.prompts(1)[0]
+    decoder = loop.Decoder(target)
+    ends = decoder.generate([prompt], Sampler(0.0), 3)[0].tokens[2]
+    plain = loop.Decoder._round
+
+    def slow_at_first(self: loop.Decoder, rounds: Rounds) -> Any:
+        out = plain(self, rounds)
+        self.clock.verify += 100.0 if int(rounds.round[0]) <= speed.WARM_UP else 0.0
+        return out
+
+    monkeypatch.setattr(loop.Decoder, "_round", slow_at_first)
+    with end_token(target, ends):
+        found = speed._rounds(decoder, prompt, Sampler(0.0), 4, 0)
+        assert target.eos_ids == [ends]
+    assert len(found) == 4 and max(clock.verify for clock in found) < 100
+
+
 def test_costs_survive_json() -> None:
     import json
     from dataclasses import asdict
@@ -241,3 +284,14 @@ def test_the_verdict_where_it_pays() -> None:
     wide = {k: (1.0, 5.0) for k in KS}
     unsure = speed.verdict(costs(0.05), drafting(TAUS, tau_ci_by_k=wide))
     assert unsure.startswith(text) and "too little held-out text" in unsure
+
+
+def test_the_dtype_that_was_timed_is_named() -> None:
+    target: Any = SimpleNamespace(dtype=torch.float32, own_dtype=torch.bfloat16)
+    target.device = torch.device("cpu")  # where `load` takes float32 for any checkpoint
+    assert speed.timed_in(target) == "Timed in float32."
+    target.device = torch.device("cuda")
+    told = "as parity needs it; `draftsmith bench` times bfloat16, the checkpoint's own."
+    assert speed.timed_in(target) == f"Timed in float32, {told}"
+    target.own_dtype = torch.float32
+    assert speed.timed_in(target) == "Timed in float32."

@@ -73,7 +73,8 @@ def test_no_tree(make: Callable[[], Policy], words: str) -> None:
             Tree(4, budget=9),
             "tree of 9, k=4, branch 10: deeper than this drafter's 3",
         ),
-        ("mtp chain", Tree(4, budget=9), "deeper than this drafter's 3"),
+        ("mtp chain", Tree(4, budget=9), "deeper than this drafter's 3; lower k"),
+        ("hydra", Policy(4), "chain k=4: deeper than this drafter's 3; lower k"),
         ("medusa", StaticTree(((0,), (47,))), "rank 47 of 30 draft tokens; use less"),
     ],
 )
@@ -295,6 +296,7 @@ def play(made: Drafter, texts: list[list[int]], ids: list[int], policy: Policy) 
     known = [list(text) for text in texts]
     state = made.start(len(known), max(map(len, known)) + 5 * (policy.slots + policy.k))
     contract.feed(made, state, [text[:-1] for text in known], [0] * len(known))
+    made.begin(state)
     out = []
     for turn in range(4):
         root = torch.tensor([text[-1] for text in known])
@@ -547,6 +549,24 @@ def test_trees_agree_as_integers(name: str, sampler: Sampler, policy: Policy) ->
     assert found.holds and not found.splits and not found.ties, found.report()
     assert found.counted == found.expected and sum(found.counted[1:]) > 100
     assert found.counted[0] == sum(len(t.rounds) for t in texts)
+
+
+def test_the_walk_says_where_prompts_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The contract's order: the prompt, begin, then propose and extend in turns."""
+    made = parity.drafter_for("small", "Llama")
+    batch = parity.read(made.target, tiny.texts(made.target, GREEDY, 3), GREEDY, made)
+    called: list[str] = []
+    for name in ("extend", "begin", "propose"):
+        plain = getattr(type(made), name)
+
+        def noted(*args: Any, name: str = name, plain: Any = plain) -> Any:
+            called.append(name)
+            return plain(*args)
+
+        monkeypatch.setattr(type(made), name, noted)
+    walk(made, batch, Policy(3))
+    assert called == ["extend", "begin", *["propose", "extend"] * (len(called) // 2 - 1)]
+    assert len(called) > 4
 
 
 @pytest.mark.parametrize("name", ["eagle", "small", "toy-block"])

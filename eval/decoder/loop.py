@@ -58,8 +58,8 @@ class Clock:
 class Decoder:
     """Decodes batches of prompts with a target and, unless None, a drafter.
 
-    graphs: run rounds as CUDA graphs; None: wherever the target can be captured. Raises UserError
-    for a policy that the drafter cannot follow.
+    graphs: run rounds as CUDA graphs; None: on a GPU, for batches that the target can be captured
+    with. Raises UserError for a policy that the drafter cannot follow.
     """
 
     rounds_type: type[Rounds] = Rounds
@@ -86,7 +86,8 @@ class Decoder:
         able = self._cuda and (drafter is None or drafter.capturable)
         self.graphs = able if graphs is None else graphs
         self.captured: dict[tuple, Graphs] = {}  # the latest ones
-        self._asked: set[int] = set()  # batch sizes for which the target was tried
+        self._capturable: dict[int, bool] = {}  # batch sizes for which the target was tried
+        self._running: Graphs | None = None  # of the batch at hand; None: its rounds are eager
 
     @torch.inference_mode()
     def generate(
@@ -155,9 +156,9 @@ class Decoder:
         """The batch's device side, with room for every text: an earlier one's where graphs are."""
         slots = self.policy.slots if self.drafter else 1
         capacity = max(len(text.prompt) for text in texts) + max_new_tokens + 2 * slots
-        self._ask(len(texts))
         about = (self.target, self.drafter, self.policy, sampler, ids, seed)
-        if not self.graphs:
+        if not self._captures(len(texts)):
+            self._running = None
             return self.rounds_type(*about, capacity)
         capacity = -(-capacity // _STEP) * _STEP
         key = (len(texts), capacity, sampler, seed)
@@ -171,16 +172,18 @@ class Decoder:
         self.captured[key] = self._running = kept
         return kept.rounds
 
-    def _ask(self, rows: int) -> None:
-        """Leaves graphs off, saying so, where the target cannot be captured for so many rows."""
-        if not self.graphs or not self._cuda or rows in self._asked:
-            return
-        self._asked.add(rows)
-        nodes = self.policy.nodes if self.drafter else 1
-        problem = capture_problem(self.target, nodes, rows)
-        if problem:
-            self.graphs = False
-            logger.warning("target %s: no CUDA graphs, as %s", self.target.source.spec, problem)
+    def _captures(self, rows: int) -> bool:
+        """Whether rounds of so many rows run as graphs; says so once where the target cannot."""
+        if not self.graphs or not self._cuda:
+            return self.graphs
+        if rows not in self._capturable:
+            nodes = self.policy.nodes if self.drafter else 1
+            problem = capture_problem(self.target, nodes, rows)
+            self._capturable[rows] = not problem
+            if problem:
+                spec = self.target.source.spec
+                logger.warning("target %s: no CUDA graphs at batch %d, as %s", spec, rows, problem)
+        return self._capturable[rows]
 
     def _prefilled(self, rounds: Rounds, texts: list[Text]) -> list[int]:
         """Reads the prompts; each text's first token."""
@@ -193,7 +196,7 @@ class Decoder:
     def _settle(self, rounds: Rounds, live: list[Text]) -> list[Text]:
         """After texts grew: rows that ended stand still, or leave; caches learn how far they go."""
         writing = [not text.finish for text in live]
-        if self.drafter is None and not self.graphs and 0 < sum(writing) <= len(live) / 2:
+        if self.drafter is None and not self._running and 0 < sum(writing) <= len(live) / 2:
             rows = torch.tensor([i for i, on in enumerate(writing) if on], device=rounds.ids.device)
             rounds.keep(rows)
             live = [text for text in live if not text.finish]
@@ -208,7 +211,7 @@ class Decoder:
     def _round(self, rounds: Rounds) -> tuple[list[list[int]], float]:
         """One round of every row: its report (the host's only read), and the seconds clocked."""
         start = self._mark()
-        if self.graphs:
+        if self._running:
             self._running.draft()
             drafted = self._mark()
             report = self._running.judge()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -57,3 +58,19 @@ class Cutter:
         written = self.tokenizer.decode(text.tokens[-self.tail :])
         before = self.tokenizer.decode(text.tokens[-self.tail : -1])
         return any(written.count(s) > before.count(s) for s in self.stop)
+
+
+def ends(target: Target, eos: int | None) -> list[int]:
+    """End tokens: eos, or for None one that never comes."""
+    return [target.vocab_size if eos is None else eos]
+
+
+@contextmanager
+def end_token(target: Target, eos: int | None) -> Iterator[None]:
+    """Another token ends a text for a while."""
+    config = target.hf.generation_config
+    before, config.eos_token_id = config.eos_token_id, ends(target, eos)
+    try:
+        yield
+    finally:
+        config.eos_token_id = before

@@ -32,7 +32,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def make(name: str) -> Path:
         if name not in made:
             root = tmp_path_factory.mktemp(name)
-            save_target(root / "target", family=name)
+            save_target(root / "target", family=name, layers=7)
             save_target(root / "small", seed=1)
             sample(root / "target", write_prompts(root / "prompts.jsonl"), root / "samples")
             made[name] = root

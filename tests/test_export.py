@@ -384,7 +384,7 @@ def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
     fewer = Target(tiny.hf_model(vocab=40), tiny.tokenizer(), tiny.source())  # rows than tokens
     path = target_gguf(tiny.target(vocab=40), tmp_path / "fewer.gguf")
     made = base.family("small").create(fewer, base.family("small").Config(layers=[0]))
-    with pytest.raises(UserError, match=r"has no token 40, .* has \('w40'\)"):
+    with pytest.raises(UserError, match=r"has no token 4\d, .* has \('w4\d'\)"):
         export.check("gguf", made, Serving("TARGET", K, 128, target_gguf=path))
 
 

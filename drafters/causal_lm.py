@@ -75,6 +75,12 @@ class CausalLM(nn.Module):
         return self.lm_head.weight.shape[0]
 
     @property
+    def logit_scale(self) -> float:
+        """What the lm_head's products are multiplied by: Cohere's scale, Granite's divisor."""
+        scale = getattr(self.config, "logit_scale", None) or 1.0
+        return scale / (getattr(self.config, "logits_scaling", None) or 1.0)
+
+    @property
     def max_positions(self) -> int:
         """The longest text that the model's positions allow.
 
@@ -180,11 +186,9 @@ class CausalLM(nn.Module):
         """Logits (.., V) of normed states (.., H)."""
         # A frozen bf16 lm_head may follow trained fp32 layers.
         logits = self.lm_head(normed.to(self.lm_head.weight.dtype))
-        # The three forms that HF's causal LMs use; the target's self-test catches any other.
-        if scale := getattr(self.config, "logit_scale", None):  # Cohere
-            logits = logits * scale
-        if scaling := getattr(self.config, "logits_scaling", None):  # Granite
-            logits = logits / scaling
+        # The forms that HF's causal LMs use; the target's self-test catches any other.
+        if self.logit_scale != 1:
+            logits = logits * self.logit_scale
         if cap := getattr(self.config, "final_logit_softcapping", None):  # Gemma-2
             logits = cap * torch.tanh(logits / cap)
         return logits.to(normed.device)  # the head may lie on another

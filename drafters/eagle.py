@@ -16,7 +16,6 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -32,7 +31,7 @@ from draftsmith.drafters.target import Target
 class EagleConfig(DrafterConfig):
     """taps: None takes [2, L//2, L-3]. draft_vocab: kept target tokens, None = all.
 
-    head "own": a trained lm_head that starts as the target's rows; "target": the target's, frozen.
+    head "own": a trained lm_head that starts as `target_rows`; "target": those, frozen.
     norm_before_residual: whether the residual is the normed state (off is what all four servers
     take). norm_before_fc: one norm over the features side by side; fc_norm: one for each tap;
     norm_output: the state fed back is the one that lm_head reads. block: None takes the shape of
@@ -58,7 +57,8 @@ class Eagle(ReducedVocab, OneLayer):
     config: EagleConfig
 
     def __init__(self, target: Target, config: EagleConfig) -> None:
-        """Raises UserError for taps outside the target's layers or a draft vocabulary too large."""
+        """Raises UserError for taps outside the target's layers, a draft vocabulary too large, and
+        a block of another width than the target's or with a gate."""
         layers = target.num_layers
         if config.taps is None and layers < 7:
             raise UserError(
@@ -70,6 +70,8 @@ class Eagle(ReducedVocab, OneLayer):
         if len(set(taps)) != len(taps):
             raise UserError(f"taps: {taps} names a layer twice")
         block = config.block or BlockConfig.like(target.config)
+        if block.gated:
+            raise UserError("block.gated: EAGLE-3's layer has no gate; leave it out, or train mtp")
         size = config.draft_vocab or target.vocab_size
         if size > target.vocab_size:
             raise UserError(
@@ -142,6 +144,4 @@ class Eagle(ReducedVocab, OneLayer):
         normed = self.norm(hidden)
         if self.lm_head is not None:
             return self.lm_head(normed)
-        rows = self.target.lm_head.weight
-        kept = rows if self.vocab.ids is None else rows[self.vocab.ids]
-        return F.linear(normed, kept.to(normed.dtype))
+        return self.by_target_rows(normed)

@@ -42,7 +42,7 @@ class Eagle1(OneLayer):
     config: Eagle1Config
 
     def __init__(self, target: Target, config: Eagle1Config) -> None:
-        """Raises UserError for a block of another width than the target's."""
+        """Raises UserError for a block of another width than the target's, or with a gate."""
         block = config.block or BlockConfig.like(target.config)
         H = block.hidden_size
         if target.hidden_size != H:
@@ -50,6 +50,8 @@ class Eagle1(OneLayer):
                 f"block.hidden_size: {H} is not the target's {target.hidden_size}, whose states "
                 "this head foretells"
             )
+        if block.gated:
+            raise UserError("block.gated: EAGLE-1's layer has no gate; leave it out, or train mtp")
         super().__init__(target, config.model_copy(update={"block": block}))
         self.taps = ["normed"]
         self.fc = nn.Linear(2 * H, H, bias=False)

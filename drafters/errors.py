@@ -1,5 +1,9 @@
 """A user's mistake, told in one line."""
 
+# What transformers raises for a model that it cannot load: ImportError where quantised weights need
+# a package that is missing.
+LOAD_ERRORS = (OSError, ValueError, LookupError, TypeError, RuntimeError, ImportError)
+
 
 class UserError(ValueError):
     """One line naming file, field and remedy; the command line prints it and exits with code 2."""

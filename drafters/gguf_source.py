@@ -15,7 +15,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from draftsmith.drafters.errors import model_error, reason
+from draftsmith.drafters.errors import LOAD_ERRORS, model_error, reason
 from draftsmith.drafters.weight_files import MIB, fingerprint
 
 log = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ def _convert(spec: str, file: Path, out: Path, fields: dict[str, int]) -> None:
     try:
         model = AutoModelForCausalLM.from_pretrained(str(file.parent), **where, **how)
         tokenizer = AutoTokenizer.from_pretrained(str(file.parent), **where)
-    except (OSError, ValueError, LookupError, TypeError, RuntimeError, ImportError) as error:
+    except LOAD_ERRORS as error:
         text = f"transformers cannot load {file.name} ({reason(error)})"
         raise model_error(spec, f"{text}; use the model's safetensors folder or hub id") from error
     # transformers 5.17 reads a GGUF's end token as its begin token: the header's ids decide.

@@ -2,7 +2,8 @@
 
 Every head reads g_a, the target's last state after its final norm (tap "normed"), of the anchor
 alone: nothing of the text is cached but that. A head is residual blocks and an lm_head, and starts
-as the target's own next-token law at the anchor. What else its blocks read is each family's own.
+as the target's own next-token law at the anchor (but for what `target_rows` leaves out). What else
+its blocks read is each family's own.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class HeadsConfig(DrafterConfig):
     """heads: the longest draft. layers: residual blocks in each head. draft_vocab: kept target
     tokens, None = all.
 
-    head "own": each head trains an lm_head that starts as the target's rows; "target": all share
-    the target's, frozen.
+    head "own": each head trains an lm_head that starts as `target_rows`; "target": all share
+    those, frozen.
     """
 
     heads: int = Field(default=4, ge=1)
@@ -125,7 +126,7 @@ class Heads(ReducedVocab):
         depth (n,), whose values the host reads, or one int for rows (.., H) of a single depth.
         """
         if self.lm_heads is None:
-            return F.linear(hidden, self.target_rows().to(hidden.dtype))
+            return self.by_target_rows(hidden)
         if isinstance(depth, int):
             return self.lm_heads[depth](hidden)
         order = depth.argsort(stable=True)

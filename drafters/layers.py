@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 from torch import Tensor, nn
 
 
 class BlockConfig(BaseModel):
-    """Shape of a block; `like(target.config)` takes it from the target."""
+    """Shape of a block; `like(target.config)` takes it from the target.
+
+    A plain Llama layer has the settings that stand here as defaults, and so do servers' heads.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -26,11 +29,18 @@ class BlockConfig(BaseModel):
     head_dim: int
     rms_norm_eps: float
     rope_theta: float
-    max_positions: int
     qkv_bias: bool = False  # Qwen2 and MiMo
     qk_norm: bool = False  # queries and keys are normed head by head: Qwen3 and GLM-4.5
     rotary_share: float = 1.0  # of each head, from its start, that positions turn: Qwen3.5
     gated: bool = False  # attention results are weighed by what attention read: Qwen3.5
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_max_positions(cls, given: Any) -> Any:
+        """Checkpoints and recipes used to hold it, and nothing read it."""
+        if isinstance(given, dict):
+            return {key: value for key, value in given.items() if key != "max_positions"}
+        return given
 
     @classmethod
     def like(cls, config: Any) -> BlockConfig:
@@ -45,7 +55,6 @@ class BlockConfig(BaseModel):
             head_dim=getattr(config, "head_dim", None) or hidden // heads,
             rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
             rope_theta=_rope_theta(config),
-            max_positions=getattr(config, "max_position_embeddings", None) or 4096,
         )
 
 

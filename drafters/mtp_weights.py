@@ -22,6 +22,7 @@ from typing import cast
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 from torch import Tensor
 
@@ -132,14 +133,21 @@ def find(target: Target, count: int) -> Shipped:
 
 
 def _stored(target: Target) -> dict[str, Path]:
-    """Every tensor name in the target's safetensors files, and its file."""
-    folder = Path(target.source.path)
+    """Every tensor name in the target's safetensors files, and its file.
+
+    Raises UserError where those of a hub model's revision are not on this machine.
+    """
+    source = target.source
+    folder = Path(source.path)
     if not folder.is_dir():  # a hub id, whose files were fetched when the target was loaded
-        folder = Path(
-            snapshot_download(
-                target.source.path, allow_patterns="*.safetensors", local_files_only=True
-            )
-        )
+        try:
+            found = snapshot_download(source.path, revision=source.revision, local_files_only=True)
+        except LocalEntryNotFoundError:
+            raise UserError(
+                f"init: the files of {source.spec} at revision {source.revision[:12]} are not in "
+                "the hub's cache; download them and name their folder as the target"
+            ) from None
+        folder = Path(found)
     names: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:

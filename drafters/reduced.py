@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.drafters.base import Drafter
@@ -45,6 +46,18 @@ class ReducedVocab(Drafter):
         return result
 
     def target_rows(self) -> Tensor:
-        """Rows (Vd, H) of the target's lm_head."""
+        """Rows (Vd, H) of the target's lm_head, times its logit scale.
+
+        They give the target's own law, but for a softcap or a bias: servers' heads have neither.
+        """
+        return self._stored_rows() * self.target.logit_scale
+
+    def by_target_rows(self, normed: Tensor) -> Tensor:
+        """Logits (.., Vd) of states (.., H) by `target_rows`, which may lie on another device."""
+        rows = self._stored_rows()
+        # States are converted, not the table, which is far larger.
+        return F.linear(normed.to(rows) * self.target.logit_scale, rows).to(normed.device)
+
+    def _stored_rows(self) -> Tensor:
         rows, ids = self.target.lm_head.weight, self.vocab.ids
         return rows if ids is None else rows[ids.to(rows.device)]

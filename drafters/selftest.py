@@ -86,7 +86,7 @@ def slab_gap(lm: CausalLM, reference: Tensor, slab: Slab) -> float:
     slab.gather(slab.length, torch.tensor([_ACCEPTED], device=lm.device))
     commit(len(_ACCEPTED))
     gaps.append(_gap(lm.head(lm(texts[1:, -1:], chain_step(slab, 1)).final), reference[1:, -1:]))
-    return max(gaps)
+    return _largest(gaps)
 
 
 @torch.no_grad()
@@ -109,8 +109,13 @@ def chain_gap(lm: CausalLM, reference: Tensor, cache: ChainCache) -> float:
                 gaps.append(_gap(logits[b, :k], reference[b, n : n + k]))
             done[b] += k
         cache.commit(torch.tensor(kept, device=lm.device))
-    return max(gaps)
+    return _largest(gaps)
 
 
 def _gap(ours: Tensor, theirs: Tensor) -> float:
     return (ours.float() - theirs.float()).abs().max().item()
+
+
+def _largest(gaps: list[float]) -> float:
+    """NaN where one of them is, which Python's `max` would pass over."""
+    return torch.tensor(gaps).max().item()

@@ -28,7 +28,7 @@ from draftsmith.drafters.base import (
 from draftsmith.drafters.batch import Batch, align
 from draftsmith.drafters.cache import Slab
 from draftsmith.drafters.causal_lm import CausalLM
-from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.errors import LOAD_ERRORS, UserError, reason
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.source import resolve
@@ -95,6 +95,12 @@ class Small(Drafter):
         size = self.lm.vocab_size
         if size < target.vocab_size:
             self.vocab = VocabMap(target.vocab_size, torch.arange(size)).to(target.device)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Drafter:
+        """Leaves shared embeddings as the target has them: of a spread one, its hooks send their
+        inputs to where they lie."""
+        shared = {id(t) for t in (*self.target.parameters(), *self.target.buffers())}
+        return super()._apply(lambda t: t if id(t) in shared else fn(t), recurse)
 
     def logits(self, hidden: Tensor, prev: Tensor, depth: Tensor) -> Tensor:
         # A draft model's head may be padded further than the target's.
@@ -174,7 +180,7 @@ def _prune(target: Target, layers: list[int], embeddings: str) -> Any:
         if isinstance(value, list) and len(value) == target.num_layers:
             setattr(text, name, [value[i] for i in layers])
     text.num_hidden_layers = len(layers)
-    hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(target.device)
     small = CausalLM(hf)
     for own, kept in zip(small.layers, layers, strict=True):
         own.load_state_dict(target.layers[kept].state_dict())
@@ -198,11 +204,10 @@ def _from_checkpoint(target: Target, config: SmallConfig) -> tuple[Any, SmallCon
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.path)
         hf = AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32)
-    except (OSError, ValueError, KeyError) as error:
-        line = str(error).strip().splitlines()[0]
+    except LOAD_ERRORS as error:
         raise UserError(
-            f"checkpoint: {config.checkpoint} cannot be loaded by transformers ({line}); it needs "
-            "model and tokenizer"
+            f"checkpoint: {config.checkpoint} cannot be loaded by transformers ({reason(error)}); "
+            "it needs model and tokenizer"
         ) from None
     if tokenizer_hash(tokenizer) != target.identity()["tokenizer_hash"]:
         raise UserError(

@@ -26,7 +26,7 @@ from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.cache import Slab
 from draftsmith.drafters.causal_lm import CausalLM, Tap, TargetOutput
 from draftsmith.drafters.chain_cache import ChainCache, RowCache
-from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.errors import LOAD_ERRORS, UserError, reason
 from draftsmith.drafters.source import Source, resolve
 from draftsmith.drafters.tokenizer_hash import template_hash, tokenizer_hash
 
@@ -82,9 +82,9 @@ class Target(CausalLM):
             hf = AutoModelForCausalLM.from_pretrained(source.path, dtype=choice, device_map=place)
             tokenizer = AutoTokenizer.from_pretrained(source.path)
             config = AutoConfig.from_pretrained(source.path)
-        except (OSError, ValueError, KeyError) as error:
-            line = str(error).strip().splitlines()[0]
-            raise UserError(f"target {spec}: transformers cannot load it ({line})") from None
+        except LOAD_ERRORS as error:
+            text = f"target {spec}: transformers cannot load it ({reason(error)})"
+            raise UserError(text) from None
         for part in (hf.get_input_embeddings(), hf.get_output_embeddings()):
             if part.weight.is_meta:
                 raise UserError(

@@ -68,7 +68,7 @@ def attended(
     out = torch.cat(mixed)
     if "self_attn.g_proj.weight" in w:
         out = out * torch.sigmoid(w["self_attn.g_proj.weight"] @ x)
-    return w["self_attn.o_proj.weight"] @ out
+    return w["self_attn.o_proj.weight"] @ out + w.get("self_attn.o_proj.bias", 0.0)
 
 
 def after_attention(w: Mapping[str, Tensor], c: Mapping[str, Any], middle: Tensor) -> Tensor:

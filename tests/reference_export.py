@@ -97,10 +97,10 @@ def gguf_shape(keys: dict, arch: str, w: dict[str, Tensor], name: str) -> dict[s
     """The layer's shape; q and k come from rows 2i, 2i + 1 (LLAMA_ROPE_TYPE_NORM) to i, i + D/2."""
     D = keys[f"{arch}.rope.dimension_count"]
     for part in "qk":
-        weight = w[name.format(part)]
-        row = torch.arange(len(weight))
+        row = torch.arange(len(w[name.format(part)]))
         pair, second = row % D % (D // 2), row % D // (D // 2)
-        w[name.format(part)] = weight[row // D * D + 2 * pair + second]
+        for full in {name.format(part), name.format(part).replace("weight", "bias")} & w.keys():
+            w[full] = w[full][row // D * D + 2 * pair + second]
     return {
         "num_heads": keys[f"{arch}.attention.head_count"],
         "num_kv_heads": keys[f"{arch}.attention.head_count_kv"],
@@ -147,8 +147,9 @@ def small_llama(folder: Path, *where: Any) -> tuple[Tensor, Tensor]:
     states = table[torch.tensor(tokens[: anchor + 2 + depth])]
     names = LAYER | {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
     for i in range(keys["llama.block_count"]):
-        layer = {f"{ours}.weight": w.pop(f"blk.{i}.{n}.weight").double()
-                 for n, ours in names.items()}  # fmt: skip
+        layer = {f"{ours}.{kind}": w.pop(f"blk.{i}.{n}.{kind}").double()
+                 for n, ours in names.items() for kind in ("weight", "bias")
+                 if kind == "weight" or f"blk.{i}.{n}.bias" in w}  # fmt: skip
         c = gguf_shape(keys, "llama", layer, "self_attn.{}_proj.weight")
         kept: tuple[list[Tensor], list[Tensor]] = [], []
         out = []

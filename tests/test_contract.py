@@ -23,6 +23,7 @@ import toys  # noqa: F401  (registers the toy families)
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter, Guesses, Policy
 from draftsmith.drafters.batch import Batch, batch_of
+from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.layers import BlockConfig
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.target import Target
@@ -239,10 +240,22 @@ def test_mtp_variants(modules: int) -> None:
     check_reference(made, "Qwen3")
 
 
+@pytest.mark.parametrize("name", ["eagle", "eagle1"])
+def test_a_gate_that_the_layer_has_not(name: str) -> None:
+    """Fault: a block made for MTP, which an EAGLE layer fails on at its first forward."""
+    cls, of = base.family(name), tiny.target()
+    block = BlockConfig.like(of.config).model_copy(update={"gated": True})
+    taps = {"taps": [1, 2]} if name == "eagle" else {}
+    with pytest.raises(UserError, match="block.gated: .* has no gate; leave it out"):
+        cls(of, cls.Config(block=block, **taps))
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Cohere"])
 @pytest.mark.parametrize("name", ["medusa", "hydra"])
-def test_fresh_heads_say_what_the_target_says(name: str) -> None:
-    """Fault: heads that start from noise. Before training each gives the target's law at g_a."""
-    of, cls = tiny.target("Qwen3"), base.family(name)
+def test_fresh_heads_say_what_the_target_says(name: str, family: str) -> None:
+    """Faults: heads that start from noise, or without Cohere's logit scale. Before training each
+    gives the target's law at g_a."""
+    of, cls = tiny.target(family), base.family(name)
     for head, kept in (("own", None), ("target", 30)):
         config = cls.Config(heads=2, layers=2, head=head, draft_vocab=kept)
         made = cls.create(of, config, torch.arange(of.vocab_size))

@@ -13,11 +13,14 @@ import torch
 pytest.importorskip("datasets")
 
 import tiny
+from draftsmith.drafters import base
 from draftsmith.drafters.attention import packed_step
 from draftsmith.drafters.capture import capture_problem
+from draftsmith.drafters.causal_lm import CausalLM
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
+from draftsmith.drafters.vocab import VocabMap
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.train import __main__ as train
 from training import World, differences
@@ -74,6 +77,39 @@ def test_shared_weights_need_a_device(
     assert train.main([str(path)]) == 2
     said = capsys.readouterr().err.strip().splitlines()
     assert words in said[-1]
+
+
+@pytest.mark.parametrize(("name", "config"), [("eagle", {"taps": [1, 2]}), ("medusa", {})])
+def test_a_frozen_head_on_another_device(name: str, config: dict[str, Any]) -> None:
+    """Fault: rows of one device times states of another. From "meta", which stands for it, no
+    logits can be fetched: to ask for them is what shows that they were made there."""
+    cls, some = base.family(name), torch.zeros(5).long()
+    of = Target(tiny.hf_model("Cohere"), tiny.tokenizer(), tiny.source())
+    made = cls(of, cls.Config(head="target", draft_vocab=20, **config))
+    made.set_vocab(VocabMap(tiny.VOCAB, torch.arange(20)))  # type: ignore[attr-defined]
+    of.lm_head.to("meta")
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta"):
+        made.logits(torch.zeros(5, 32), some, some)
+
+
+def test_a_pruned_model_is_built_where_its_target_lies() -> None:
+    """Fault: new layers on the CPU, behind an embedding on a GPU (here "meta")."""
+    small = base.family("small")
+    with torch.device("meta"):
+        of: Any = CausalLM(tiny.hf_model("Qwen3"))
+    made = small(of, small.Config(layers=[0, 1]))
+    assert all(p.is_meta for p in made.parameters())
+
+
+def test_shared_embeddings_stay_with_the_target() -> None:
+    """Fault: a draft model that is moved takes the target's embedding and lm_head along."""
+    of = Target(tiny.hf_model("Qwen3"), tiny.tokenizer(), tiny.source())
+    small = base.family("small")
+    made = small.create(of, small.Config(layers=[0, 1]))
+    made.to("meta")
+    own = [p.is_meta for p in made.parameters() if p.requires_grad]
+    assert own and all(own)
+    assert not (of.embedding.weight.is_meta or of.lm_head.weight.is_meta)
 
 
 def test_a_map_that_transformers_refuses(world: World) -> None:

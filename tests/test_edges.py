@@ -118,6 +118,7 @@ def test_bf16_keeps_rotary_frequencies() -> None:
     assert made.self_attn.rope.frequency.equal(exact)
     own = Target(tiny.hf_model(), tiny.tokenizer(), tiny.source())  # its embeddings are shared
     small = family("small").create(own, family("small").Config(layers=[0, 1])).to(torch.bfloat16)
+    assert own.dtype == torch.float32  # it is no part of what was cast
     kept = {name: b.dtype for name, b in small.named_buffers() if b.is_floating_point()}
     assert kept and set(kept.values()) == {torch.float32}
 

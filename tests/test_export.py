@@ -9,7 +9,6 @@ computed in float64 from the files by reference_export.py. Planted faults turn b
 from __future__ import annotations
 
 import ast
-import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -20,8 +19,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import reference_export as rules
+import test_capture
 import tiny
 from draftsmith.drafters import base, export, foreign
 from draftsmith.drafters.base import Drafter
@@ -32,6 +33,7 @@ from draftsmith.drafters.layers import BlockConfig
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.vocab import VocabMap
+from test_target import build_as
 
 TEXT = [5, 9, 31, 7, 22, 40, 3, 17, 28, 11]
 ROOT = Path(__file__).resolve().parents[1]
@@ -138,19 +140,20 @@ def by_rules(server: str, made: Drafter, place: Path, *where: Any) -> tuple[Tens
 
 BLOCK = BlockConfig(
     hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=4, head_dim=8,
-    rms_norm_eps=1e-5, rope_theta=500.0, max_positions=64,
+    rms_norm_eps=1e-5, rope_theta=500.0,
 )  # fmt: skip
 EAGLE = {"taps": [3, 1, 2], "draft_vocab": 20, "block": BLOCK}
 NEW = {"fc_norm": True, "norm_output": True}
+SCALED = {"family": "Cohere"}  # its logits, which servers' heads know nothing of
 CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("vllm", "eagle", EAGLE, {}),
     ("vllm", "eagle", EAGLE | NEW | {"norm_before_residual": True}, {"plain": True}),
     ("vllm", "eagle", {"taps": [4, 0, 5, 2, 3], "deep": 6, "norm_before_fc": True}, {}),
-    ("vllm", "eagle", {"taps": [1, 2, 3], "head": "target", "draft_vocab": 20}, {}),
+    ("vllm", "eagle", {"taps": [1, 2, 3], "head": "target", "draft_vocab": 20} | SCALED, {}),
     ("vllm", "eagle", EAGLE | {"family": "Gemma3"}, {}),
     ("vllm", "eagle1", {}, {}),
     ("vllm", "medusa", {"heads": 3, "layers": 2}, {}),
-    ("vllm", "medusa", {"heads": 3, "head": "target"}, {}),
+    ("vllm", "medusa", {"heads": 3, "head": "target"} | SCALED, {}),
     ("sglang", "eagle", EAGLE | NEW, {}),
     ("sglang", "eagle1", {"family": "Qwen3"}, {}),
     ("tensorrt-llm", "eagle", EAGLE | {"norm_before_fc": True, "norm_output": True}, {}),
@@ -181,8 +184,6 @@ def test_a_draft_model_is_an_ordinary_folder(server: str, tmp_path: Path) -> Non
             torch.testing.assert_close(again[where], row, atol=1e-4, rtol=0)
         if server != "transformers":
             continue
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
         hf = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float64)
         theirs = hf(torch.tensor([TEXT])).logits[0]
         for (anchor, depth), row in ours.items():
@@ -339,6 +340,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("sglang", "eagle", {**EAGLE, "family": "Gemma3"}, "scales its embeddings"),
     ("vllm", "eagle1", {"family": "Gemma3"}, "train EAGLE-3"),
     ("vllm", "eagle", {**EAGLE, "block": BLOCK.model_copy(update={"qk_norm": True})}, "qk_norm"),
+    ("vllm", "eagle1", {"block": BLOCK.model_copy(update={"rotary_share": 0.5})}, "share: 1.0"),
     ("sglang", "medusa", {}, "loads no medusa drafter; export it --to vllm"),
     ("vllm", "hydra", {}, "loads no hydra drafter; no server has heads"),
     ("vllm", "medusa", {"heads": 2}, "3 is more than this drafter's 2 depths"),
@@ -379,6 +381,27 @@ def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
             export.check("gguf", made, serving)
     with pytest.raises(UserError, match="--target-gguf: llama.cpp reads the tokenizer"):
         export.check("gguf", made, Serving("TARGET", K, 128))
+    fewer = Target(tiny.hf_model(vocab=40), tiny.tokenizer(), tiny.source())  # rows than tokens
+    path = target_gguf(tiny.target(vocab=40), tmp_path / "fewer.gguf")
+    made = base.family("small").create(fewer, base.family("small").Config(layers=[0]))
+    with pytest.raises(UserError, match=r"has no token 4\d, .* has \('w4\d'\)"):
+        export.check("gguf", made, Serving("TARGET", K, 128, target_gguf=path))
+
+
+def test_a_disk_that_is_full_leaves_no_file_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, writers = drafter("eagle", **EAGLE), []
+    path = target_gguf(made.target, tmp_path / "target.gguf")
+
+    def full(self: gguf.GGUFWriter) -> None:
+        writers.append(self)
+        raise OSError("no space left")
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", full)
+    with pytest.raises(OSError, match="no space"):
+        export.write("gguf", made, tmp_path, Serving("TARGET", K, 128, target_gguf=path))
+    assert writers[0].fout is None
 
 
 # Layouts of servers that cannot run here: checked, not run
@@ -424,7 +447,7 @@ KEYS = {  # key -> value, read in the same files
     "attention_bias": False,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500.0,
-    "max_position_embeddings": 128,  # the serving length, not training's 64
+    "max_position_embeddings": 128,  # the serving length
     "fc_norm": False,
     "norm_output": False,
     "torch_dtype": "float32",  # trt-llm: config.torch_dtype
@@ -455,13 +478,26 @@ def test_readers_and_writers_share_nothing() -> None:
 
 def test_the_positions_are_those_that_are_served(tmp_path: Path) -> None:
     """Fault: the training length, or the target's own, as the longest text (T12)."""
-    for server, made in (
-        ("vllm", drafter("eagle", **EAGLE)),
-        ("vllm", drafter("small", layers=[0])),
-    ):
-        (tmp_path / made.family).mkdir()
-        about = json.loads(
-            (written(server, made, tmp_path / made.family) / "config.json").read_text()
-        )
-        body = about.get("transformer_layer_config", about)
-        assert body["max_position_embeddings"] == 128
+    about, _ = rules.files(written("vllm", drafter("eagle", **EAGLE), tmp_path))
+    assert about["transformer_layer_config"]["max_position_embeddings"] == 128
+
+
+def test_a_draft_model_keeps_its_rope(tmp_path: Path) -> None:
+    """Fault: positions cut to the serving length, of which longrope makes its attention factor."""
+    rope = {key: value for key, value in test_capture.LONGROPE.items() if key != "factor"}
+    of = build_as("Phi3", rope_parameters=rope, original_max_position_embeddings=64)
+    made = base.family("small").create(of, base.family("small").Config(layers=[0, 3])).eval()
+    export.write("transformers", made, tmp_path, Serving("TARGET", K, 64))
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    theirs = hf(torch.tensor([TEXT])).logits[0]
+    for (anchor, depth), row in logits(made).items():
+        torch.testing.assert_close(row, theirs[anchor + 1 + depth], atol=1e-4, rtol=0)
+
+
+def test_biases_of_a_gguf(tmp_path: Path) -> None:
+    """Fault: rows of q and k interleaved, their biases not (conversion/llama.py does both)."""
+    of = build_as("Llama", attention_bias=True)
+    made = base.family("small").create(of, base.family("small").Config(layers=[0, 3])).eval()
+    place = written("gguf", made, tmp_path)
+    row, _ = rules.small_llama(place, None, TEXT, 4, 1)
+    torch.testing.assert_close(logits(made)[4, 1].double(), row, atol=2e-4, rtol=0)

@@ -21,6 +21,7 @@ from torch import Tensor
 import tiny
 from draftsmith.drafters import foreign
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.foreign import eagle3
 from draftsmith.train import recipe as recipes
 from draftsmith.train.start import fresh
 from reference_eagle import eagle_logits
@@ -276,6 +277,43 @@ def test_settings_that_mean_something_else(
     with pytest.raises(UserError, match=words) as error:
         foreign.load(tmp_path, tiny.target("Llama", layers=LAYERS))
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+LACKING = [
+    ("sglang", "hidden_size"),
+    ("speculators", "transformer_layer_config"),
+    ("eagle1", "num_hidden_layers"),
+]
+
+
+@pytest.mark.parametrize(("name", "key"), LACKING)
+def test_a_setting_that_is_missing(name: str, key: str, tmp_path: Path) -> None:
+    make, file = FORMATS[name]
+    about, tensors, _ = make()
+    del about[key]
+    with pytest.raises(UserError, match=f"config.json: has no {key}; copy it again"):
+        foreign.load(put(tmp_path, about, tensors, file), tiny.target("Llama", layers=LAYERS))
+
+
+def test_a_mistake_of_ours_is_no_missing_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault: any KeyError of a reader passes for the user's."""
+    about, tensors, _ = sglang()
+    monkeypatch.setattr(eagle3, "_taps", lambda *_: {}["of ours"])
+    with pytest.raises(KeyError, match="of ours"):
+        foreign.load(put(tmp_path, about, tensors, "model.safetensors"), tiny.target())
+
+
+@pytest.mark.parametrize("content", [b"", b".", [1, 2], {"epoch": 3}], ids=repr)
+def test_a_pickle_that_holds_no_weights(content: Any, tmp_path: Path) -> None:
+    """Faults (a trace): a file of 0 bytes, one that is no pickle, a list, a state of training."""
+    about, tensors, _ = medusa()
+    file = put(tmp_path, about, tensors, "medusa_lm_head.pt") / "medusa_lm_head.pt"
+    file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
+    with pytest.raises(UserError, match="medusa_lm_head.pt: (cannot be read|holds)") as error:
+        foreign.load(tmp_path, tiny.target("Llama", layers=LAYERS))
+    assert "\n" not in str(error.value)
 
 
 def test_vocabulary_maps_must_agree(tmp_path: Path) -> None:

@@ -11,10 +11,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -22,8 +24,10 @@ import reference
 import reference_mtp
 import test_contract as contract
 import tiny
+from draftsmith.drafters import mtp_weights
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.mtp import Mtp, MtpConfig
+from draftsmith.drafters.source import Source
 from draftsmith.drafters.target import Target
 
 H, INNER, KV = 32, 40, 16
@@ -187,6 +191,24 @@ def test_several_modules(tmp_path: Path) -> None:
     assert made.longest == 2
     with pytest.raises(UserError, match=r"modules: 3, but .* ships 2 MTP module\(s\); lower it"):
         Mtp(target, MtpConfig(init="target", modules=3))
+
+
+def test_the_targets_own_revision_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults: weights of another commit than the target's; a trace where they are not here."""
+    asked = {}
+
+    def found(path: str, **how: Any) -> str:
+        asked.update(how)
+        return str(tmp_path)
+
+    of: Any = SimpleNamespace(source=Source("org/name", "org/name", "0123456789" * 4, "hub"))
+    with monkeypatch.context() as patch:
+        patch.setattr(mtp_weights, "snapshot_download", found)
+        mtp_weights._stored(of)
+    assert asked == {"revision": of.source.revision, "local_files_only": True}
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match="init: the files of org/name at revision 012345678901 are"):
+        mtp_weights._stored(of)
 
 
 def without(name: str) -> Tensors:

@@ -49,7 +49,7 @@ def test_a_good_recipe_and_its_defaults(tmp_path: Path) -> None:
 def test_the_written_recipe_is_read_as_the_same(tmp_path: Path) -> None:
     """runs/NAME/recipe.yaml is compared on resume: what it holds must survive the file."""
     block = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "num_kv_heads": 2}
-    block |= {"head_dim": 8, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_positions": 512}
+    block |= {"head_dim": 8, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
     given = write(tmp_path, draft_vocab=32, lr=1e-5, taps=[1, "normed"], block=block)
     read = recipe.load(given)
     path = tmp_path / "again.yaml"

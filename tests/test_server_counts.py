@@ -67,6 +67,9 @@ def test_counters_that_are_missing_or_do_not_add_up_are_named() -> None:
     assert parse(other, "vllm:", "generation_tokens_total", False, "here").tokens == 78
     with pytest.raises(UserError, match="count 38 accepted tokens, but 18"):
         parse(VLLM.replace("} 20.0", "} 0.0"), "vllm:", "generation_tokens_total", True, "here")
+    lost = VLLM.replace("num_accepted_tokens_total", "accepted_total")
+    with pytest.raises(UserError, match="count 0 accepted tokens, but 38"):
+        parse(lost, "vllm:", "generation_tokens_total", False, "here")
 
 
 def test_differences_keep_their_positions() -> None:

@@ -17,9 +17,11 @@ import psutil
 import pytest
 
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.source import Source
 from draftsmith.eval.servers import serving, tools
 from draftsmith.eval.servers.check import collect
-from draftsmith.eval.servers.client import Server
+from draftsmith.eval.servers.client import Answer, Server
+from draftsmith.eval.servers.counters import Counters
 from draftsmith.eval.servers.process import started
 from draftsmith.eval.servers.vllm import VLLM
 from fake_server import Fake
@@ -116,6 +118,30 @@ def test_a_server_that_is_not_set_up_names_the_remedy(
             tool()
     with pytest.raises(UserError, match="--server: no 'tgi'; give vllm, llama.cpp or a URL"):
         serving.check("tgi", "eagle", 3)
+
+
+def test_two_targets_of_unknown_revision_share_no_gguf(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault: org/name's GGUF is served for other/name."""
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
+    (tmp_path / "name-unknown-f32.gguf").touch()
+    with pytest.raises(UserError, match="target other/name: its revision is unknown"):
+        tools.target_gguf(Source("other/name", "other/name", "unknown", "hub"))
+
+
+def test_the_warm_up_asks_for_no_more_than_the_check() -> None:
+    """Fault: 8 tokens of a server that was given room for 4."""
+    asked = []
+
+    class Noting:
+        def ask(self, prompt: list[int], tokens: int, *rest: Any) -> Answer:
+            asked.append(tokens)
+            return Answer(prompt, [0] * tokens, 1.0, Counters())
+
+    server: Any = Noting()
+    collect(server, [[5]], 4, 0, None)
+    assert asked == [4, 4, 4]
 
 
 @pytest.fixture

@@ -160,6 +160,16 @@ def test_load_refuses(what: str, tmp_path: Path) -> None:
     assert any(word in text for word in ("; give", "; copy", "; correct", "not in 0", "known are"))
 
 
+def test_a_key_that_older_checkpoints_hold(tmp_path: Path) -> None:
+    """Fault: theirs no longer load. Nothing ever read a block's max_positions."""
+    made = drafter("eagle")
+    path = stored(made, tmp_path) / "config.json"
+    about = json.loads(path.read_text())
+    about["config"]["block"]["max_positions"] = 512
+    path.write_text(json.dumps(about))
+    assert base.load(tmp_path, made.target).config == made.config
+
+
 def test_load_refuses_a_target_with_another_tokenizer(tmp_path: Path) -> None:
     """Fault: same sizes, other words."""
     folder = stored(drafter("medusa"), tmp_path)

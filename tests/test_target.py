@@ -6,7 +6,9 @@ always a second model of equal weights that draftsmith never touched, with eager
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +29,7 @@ from draftsmith.drafters.cache import Slab
 from draftsmith.drafters.causal_lm import CausalLM
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
+from draftsmith.drafters.small import Small, SmallConfig
 from draftsmith.drafters.target import Target
 
 L = tiny.LAYERS
@@ -285,6 +288,27 @@ def test_self_test_needs_mask_and_scaling(family: str, fault: dict[str, Callable
         assert not prove(family).trees
 
 
+def nan_at(patch: pytest.MonkeyPatch, *calls: int) -> None:
+    """The logits that are asked for as the n-th are NaN."""
+
+    def wrong(self: CausalLM, final: Tensor) -> Tensor:
+        return head(self, final) * (math.nan if next(count) in calls else 1.0)
+
+    head, count = CausalLM.head, itertools.count()
+    patch.setattr(CausalLM, "head", wrong)
+
+
+def test_self_test_sees_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: NaN in any way of reading but the first, which Python's `max` passes over."""
+    for way in (1, 2, 3):
+        with monkeypatch.context() as patch:
+            nan_at(patch, way)
+            assert not prove("Llama").trees
+    nan_at(monkeypatch, 3, 6)  # the slab's last, and the third step of the chains
+    with pytest.raises(UserError, match="by nan .* is not supported"):
+        prove("Llama")
+
+
 # Planted faults of the tree and the slab: red in `check_slab`, and the self-test sees them too
 
 
@@ -445,3 +469,23 @@ def test_load_refuses(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="transformers cannot load it") as caught:
         Target.load(str(folder))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [ImportError("needs a\npackage"), ValueError()], ids=repr)
+def test_what_transformers_cannot_load_is_one_line(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Faults: a trace where quantised weights need a package, or where an error has no words."""
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    folder = folder_of(tmp_path)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fails)
+    for load in (
+        lambda: Target.load(folder),
+        lambda: Small(tiny.target(), SmallConfig(checkpoint=folder)),
+    ):
+        with pytest.raises(UserError, match=f"transformers.*{type(error).__name__}") as caught:
+            load()
+        assert folder in str(caught.value) and "\n" not in str(caught.value)

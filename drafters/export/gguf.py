@@ -10,6 +10,7 @@ pre-tokenizer a model has stands in no other file.
 from __future__ import annotations
 
 import shlex
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,11 @@ def _check_tokenizer(drafter: Drafter, serving: Serving) -> None:
         )
     # Other kinds (control, user-defined, unused) are respelt by the converter.
     for token, index in target.tokenizer.get_vocab().items():
+        if index >= len(types):
+            raise UserError(
+                f"{path}: has no token {index}, which the tokenizer of {target.source.spec} has "
+                f"({token!r}); export it --to another server"
+            )
         if types[index] == gguf.TokenType.NORMAL and tokens[index] != token:
             raise UserError(
                 f"{path}: token {index} is {tokens[index]!r}, the target {target.source.spec} "
@@ -124,10 +130,10 @@ def write(drafter: Drafter, folder: Path, serving: Serving) -> None:
         writer = gguf.GGUFWriter(folder / FILE, gguf.MODEL_ARCH_NAMES[arch])
         _write_draft_model(writer, drafter, serving, arch, interleaved)
     _copy_tokenizer(writer, serving)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    with closing(writer):  # the first of these opens the file
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
 
 
 def _copy_tokenizer(writer: gguf.GGUFWriter, serving: Serving) -> None:
@@ -211,7 +217,7 @@ def _write_draft_model(
     for name, tensor in hf.state_dict().items():
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue  # llama.cpp takes the embedding's
-        if interleaved and name.endswith(("q_proj.weight", "k_proj.weight")):
+        if interleaved and name.rpartition(".")[0].endswith(("q_proj", "k_proj")):  # biases too
             tensor = _interleaved(tensor, config["head_dim"])
         _add(writer, names.get_name(name, (".weight", ".bias")), tensor, serving.dtype)
 

@@ -28,10 +28,12 @@ def check(drafter: Small, server: str) -> None:
 
 
 def write(drafter: Small, folder: Path, serving: Serving) -> None:
-    """Writes the folder that `from_pretrained` reads."""
-    hf = alone(drafter, serving.dtype)
-    hf.config.get_text_config().max_position_embeddings = serving.length
-    hf.save_pretrained(folder)
+    """Writes the folder that `from_pretrained` reads.
+
+    Positions are the model's own, not `serving.length`, which servers are told beside it: some
+    types of rope compute frequencies from them, and a table of positions has that many rows.
+    """
+    alone(drafter, serving.dtype).save_pretrained(folder)
     drafter.target.tokenizer.save_pretrained(folder)
 
 

@@ -80,11 +80,13 @@ def layer_ids(drafter: Eagle) -> list[int]:
 
 
 def check_block(block: BlockConfig, server: str) -> None:
-    """Raises UserError for what servers' Llama-type heads do not have."""
-    for key in ("qkv_bias", "qk_norm"):
-        if getattr(block, key):
+    """Raises UserError for what servers' Llama-type heads, plain Llama layers, do not have."""
+    for key, field in BlockConfig.model_fields.items():
+        if not field.is_required() and getattr(block, key) != field.default:
+            plain = json.dumps(field.default)
             raise UserError(
-                f"block.{key}: {server}'s Llama-type heads have none; train with {key}: false"
+                f"block.{key}: {server}'s Llama-type heads have {plain} alone; train with "
+                f"{key}: {plain}"
             )
 
 
@@ -153,9 +155,8 @@ def eagle3_tensors(drafter: Eagle, layer: str) -> dict[str, Tensor]:
     for name in ("input_layernorm", "hidden_norm"):
         out[f"{layer}.{name}.weight"] = drafter.get_parameter(f"{name}.weight")
     out |= layer_tensors(drafter, layer)
-    vocab, head = drafter.vocab, drafter.lm_head or drafter.target.lm_head
-    kept = head is drafter.target.lm_head and vocab.ids is not None
-    out["lm_head.weight"] = head.weight[vocab.ids] if kept else head.weight
+    head, vocab = drafter.lm_head, drafter.vocab
+    out["lm_head.weight"] = drafter.target_rows() if head is None else head.weight
     if vocab.ids is not None:
         out["d2t"] = vocab.offsets()
         out["t2d"] = torch.zeros(vocab.size, dtype=torch.bool)

@@ -133,7 +133,7 @@ def _medusa(drafter: Medusa) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if drafter.lm_heads is not None:
             tensors[f"lm_heads.{head}.weight"] = drafter.lm_heads.get_parameter(f"{head}.weight")
     if drafter.lm_heads is None:
-        tensors["lm_heads.0.weight"] = target.lm_head.weight
+        tensors["lm_heads.0.weight"] = drafter.target_rows()
     return about, tensors
 
 

@@ -42,8 +42,6 @@ def load(path: Path, target: Target) -> Drafter:
         base.check_target(path, card, target)
     try:
         drafter = reader.read(path, about, target)
-    except KeyError as error:
-        raise UserError(f"{path}: its settings lack {error.args[0]}; copy it again") from None
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"{path}: {first['loc'][0]}: {first['msg']}; correct its config") from None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.errors import LOAD_ERRORS, UserError, reason
 from draftsmith.drafters.small import Small, SmallConfig
 from draftsmith.drafters.target import Target
 
@@ -26,9 +26,8 @@ def read_gguf(file: Path, head_dim: int, target: Target) -> Small:
             file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True,
             head_dim=head_dim,
         )  # fmt: skip
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        line = " ".join(str(error).split())[:200]
-        raise UserError(f"{file}: transformers cannot load it ({line})") from None
+    except LOAD_ERRORS as error:
+        raise UserError(f"{file}: transformers cannot load it ({reason(error)})") from None
     for kind in ("missing_keys", "unexpected_keys"):
         for name in sorted(info[kind]):
             raise UserError(f"{file}: tensor {name} is {kind.removesuffix('_keys')}")

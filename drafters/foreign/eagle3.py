@@ -99,7 +99,6 @@ def llama_block(where: Path, shape: dict[str, Any]) -> BlockConfig:
         head_dim=shape.get("head_dim") or shape["hidden_size"] // heads,
         rms_norm_eps=shape["rms_norm_eps"],
         rope_theta=float(rope.get("rope_theta") or shape.get("rope_theta") or 10000.0),
-        max_positions=shape["max_position_embeddings"],
     )
 
 

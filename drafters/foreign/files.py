@@ -12,19 +12,32 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.errors import UserError, reason
 from draftsmith.drafters.target import Target
 
 PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt")
+# What torch.load raises for an empty file, one cut short, and one that is no pickle.
+_UNREADABLE = (OSError, RuntimeError, EOFError, LookupError, pickle.UnpicklingError)
 
 
-def json_of(path: Path) -> dict[str, Any]:
-    """A JSON file's object. Raises UserError where it is none."""
+class Settings(dict[str, Any]):
+    """Settings that were read from `path`. To index one that is not there raises UserError."""
+
+    def __init__(self, path: Path, found: dict[str, Any]) -> None:
+        super().__init__(found)
+        self.path = path
+
+    def __missing__(self, key: str) -> Any:
+        raise UserError(f"{self.path}: has no {key}; copy it again")
+
+
+def json_of(path: Path) -> Settings:
+    """A JSON file's object, and those within it. Raises UserError where it is none."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(), object_hook=lambda each: Settings(path, each))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not valid JSON ({error}); copy it again") from None
-    if not isinstance(found, dict):
+    if not isinstance(found, Settings):
         raise UserError(f"{path}: holds no settings; copy it again")
     return found
 
@@ -62,12 +75,17 @@ class Tensors:
         for self.path in found:
             try:
                 if self.path.suffix == ".safetensors":
-                    self.left.update(load_file(self.path))
+                    stored = load_file(self.path)
                 else:
-                    self.left.update(torch.load(self.path, "cpu", weights_only=True))
-            except (SafetensorError, OSError, RuntimeError, pickle.UnpicklingError) as error:
-                line = " ".join(str(error).split())[:200]
-                raise UserError(f"{self.path}: cannot be read ({line}); copy it again") from None
+                    stored = torch.load(self.path, "cpu", weights_only=True)
+            except (SafetensorError, *_UNREADABLE) as error:
+                text = f"{self.path}: cannot be read ({reason(error)}); copy it again"
+                raise UserError(text) from None
+            if not isinstance(stored, dict) or any(
+                not isinstance(each, Tensor) for each in stored.values()
+            ):
+                raise UserError(f"{self.path}: holds no named tensors alone; give a state dict")
+            self.left.update(stored)
 
     path: Path  # of the last file, for messages
     left: dict[str, Tensor]  # not taken yet

@@ -20,7 +20,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.eagle import Eagle, EagleConfig
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.foreign import causal_lm
-from draftsmith.drafters.foreign.files import gguf_in, same_embeddings
+from draftsmith.drafters.foreign.files import Settings, gguf_in, same_embeddings
 from draftsmith.drafters.layers import BlockConfig
 from draftsmith.drafters.target import Target
 
@@ -47,7 +47,8 @@ def read(path: Path, about: dict[str, Any], target: Target) -> Drafter:
     except (ValueError, IndexError, KeyError, OverflowError) as error:
         line = " ".join(str(error).split())
         raise UserError(f"{file}: cut short or broken ({line}); copy it again") from None
-    keys = {name: field.contents() for name, field in reader.fields.items() if "." in name}
+    fields = {name: field.contents() for name, field in reader.fields.items() if "." in name}
+    keys = Settings(file, fields)
     if len(keys["tokenizer.ggml.tokens"]) != target.vocab_size:
         raise UserError(
             f"{file}: has {len(keys['tokenizer.ggml.tokens'])} tokens, the target "
@@ -71,12 +72,9 @@ def _tensors(reader: GGUFReader) -> dict[str, Tensor]:
     return out
 
 
-def _eagle3(file: Path, keys: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> Eagle:
+def _eagle3(file: Path, keys: Settings, tensors: dict[str, Tensor], target: Target) -> Eagle:
     def key(name: str) -> Any:
-        try:
-            return keys[f"eagle3.{name}"]
-        except KeyError:
-            raise UserError(f"{file}: has no eagle3.{name}; convert the head again") from None
+        return keys[f"eagle3.{name}"]
 
     block = BlockConfig(
         hidden_size=key("embedding_length"),
@@ -86,7 +84,6 @@ def _eagle3(file: Path, keys: dict[str, Any], tensors: dict[str, Tensor], target
         head_dim=key("attention.key_length"),
         rms_norm_eps=key("attention.layer_norm_rms_epsilon"),
         rope_theta=key("rope.freq_base"),
-        max_positions=key("context_length"),
     )
     ids = tensors.pop("d2t", None)
     config = EagleConfig(

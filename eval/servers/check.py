@@ -29,7 +29,7 @@ def collect(
     k: how many tokens it drafts, None where it does not speculate. progress() is called after each
     answer. Raises UserError where it drafts another number (see `Server.ask` for the rest).
     """
-    server.ask(prompts[0], 8, 0.0, seed, k is not None)  # warm-up
+    server.ask(prompts[0], min(tokens, 8), 0.0, seed, k is not None)  # warm-up
     out: Answers = {}
     for temperature in TEMPERATURES:
         out[temperature] = []

@@ -73,9 +73,10 @@ def parse(page: str, prefix: str, tokens: str, speculates: bool, where: str) -> 
                 "metrics, or is a version that names them otherwise"
             )
     accepted = tuple(positions.get(j, 0) for j in range(max(positions, default=-1) + 1))
-    if sum(accepted) != totals.get(ACCEPTED, 0):
+    total = totals.get(ACCEPTED, 0)
+    if sum(accepted) != total:
         raise UserError(
-            f"{where}: its metrics count {totals[ACCEPTED]} accepted tokens, but {sum(accepted)} "
-            "position by position; this version is not understood"
+            f"{where}: its metrics count {total} accepted tokens, but {sum(accepted)} position by "
+            "position; this version is not understood"
         )
     return Counters(totals.get(DRAFTS, 0), totals.get(DRAFTED, 0), accepted, totals[tokens])

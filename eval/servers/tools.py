@@ -41,8 +41,14 @@ def _found(name: str, inside: str) -> Path:
 def target_gguf(source: Source) -> Path:
     """The target's fp32 GGUF, made once by llama.cpp's own converter and kept in the cache.
 
-    Raises UserError where llama.cpp is not set up or does not know the target's family.
+    Raises UserError where llama.cpp is not set up or does not know the target's family, and for a
+    target of unknown revision: by that a GGUF is known again.
     """
+    if source.revision == "unknown":
+        raise UserError(
+            f"target {source.spec}: its revision is unknown, so no GGUF of it can be kept; "
+            "download it and name its folder"
+        )
     cache = Path(os.path.expanduser(os.environ.get("DRAFTSMITH_CACHE") or "~/.cache/draftsmith"))
     made = cache / f"{Path(source.path).name}-{source.revision[:16]}-f32.gguf"
     if made.is_file():
@@ -53,7 +59,7 @@ def target_gguf(source: Source) -> Path:
     if not os.path.isdir(path):
         from huggingface_hub import snapshot_download
 
-        path = snapshot_download(path)
+        path = snapshot_download(path, revision=source.revision)
     cache.mkdir(parents=True, exist_ok=True)
     scratch = made.with_suffix(f".{uuid.uuid4().hex}.tmp")
     words = [sys.executable, str(converter), path, "--outtype", "f32", "--outfile", str(scratch)]

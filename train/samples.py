@@ -133,7 +133,7 @@ def _gathered(parts: storage.Parts, asked: set[int]) -> storage.Parts:
     Those of another node may take a while to show on a shared disk; UserError where they do not.
     """
     deadline = time.monotonic() + SEEN
-    while missing := asked.difference(parts.indices):
+    while missing := asked.difference(parts.indices, parts.given_up):
         if time.monotonic() > deadline:
             raise UserError(
                 f"{parts.folder}: {len(missing)} answers of other processes are not there; put it "

@@ -205,23 +205,36 @@ def columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
+def _sizes(dataset: Any) -> list[int]:
+    """Tokens of each row."""
+    return [size for lengths, _ in chunks(dataset, "ids") for size in lengths.tolist()]
+
+
+def _answers(part: Any) -> tuple[list[int], dict[int, str]]:
+    """The indices of rows that hold a text; and of those that do not, why."""
+    rows = list(zip(part["index"], part["finish"], _sizes(part), strict=True))
+    return [i for i, _, size in rows if size], {i: why for i, why, size in rows if not size}
+
+
 class Parts:
     """The finished batches of a run that is still writing, each a small dataset of its own.
 
     A row carries the `index` of its prompt; a conversation may take several rows, which then lie in
-    one part. A row without ids stands for a prompt that was given up, `finish` saying why. A part's
-    name holds its lowest index, so that several processes may add parts at once, its row count and
-    the start of its content hash, so that one cut short is told apart. Raises UserError for parts
-    that are broken, or answer a prompt twice.
+    one part. A row without ids stands for a prompt that was given up, `finish` saying why; it is
+    asked again when the run goes on. A part's name holds its lowest index, so that several
+    processes may add parts at once, its row count and the start of its content hash, so that one
+    cut short is told apart. Raises UserError for parts that are broken, or answer a prompt twice.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / PARTS
         self.folder.mkdir(exist_ok=True)
-        self.indices: list[int] = []  # of the stored rows, in no order
+        self.indices: list[int] = []  # of the stored rows that hold a text, in no order
+        self.given_up: dict[int, str] = {}  # prompts, and why; a later part may answer them
         seen: set[int] = set()
         for part in self._paths():
-            rows = self._read(part)["index"]
+            rows, given_up = _answers(self._read(part))
+            self.given_up |= given_up
             if twice := seen.intersection(rows):
                 raise UserError(
                     f"{part}: answers prompt {min(twice)} a second time; delete it and run again"
@@ -260,7 +273,9 @@ class Parts:
         dataset = datasets.Dataset.from_dict(rows, features=features)
         digest = content_hash(dataset)[:16]
         save(dataset, self.folder / f"{min(rows['index']):06d}-{len(dataset)}-{digest}")
-        self.indices += rows["index"]
+        answered, given_up = _answers(dataset)
+        self.indices += answered
+        self.given_up |= given_up
 
     def merge(self) -> tuple[Any, dict[str, int]]:
         """Writes all rows that hold a text, in the order of their index, beside the parts.
@@ -269,15 +284,16 @@ class Parts:
         """
         final = self.folder.parent / ROWS
         whole = library().concatenate_datasets([self._read(part) for part in self._paths()])
-        sizes = [size for lengths, _ in chunks(whole, "ids") for size in lengths.tolist()]
-        order = sorted(range(len(sizes)), key=list(whole["index"]).__getitem__)
-        kept = [i for i in order if sizes[i]]
-        reasons = [why for why, size in zip(whole["finish"], sizes, strict=True) if not size]
-        lost = {reason: reasons.count(reason) for reason in sorted(set(reasons))}
-        if not kept:
+        answered, given_up = _answers(whole)
+        left = [given_up[i] for i in sorted(given_up.keys() - set(answered))]
+        lost = {reason: left.count(reason) for reason in sorted(set(left))}
+        if not answered:
             why = ", ".join(f"{count} {reason}" for reason, count in lost.items())
-            raise UserError(f"samples {final.parent}: no prompt could be answered: {why}")
-        save(whole.select(kept).remove_columns("index"), final)
+            problem = f"no prompt could be answered: {why}; see the server's log and run again"
+            raise UserError(f"samples {final.parent}: {problem}")
+        sizes, index = _sizes(whole), list(whole["index"])
+        order = [i for i in sorted(range(len(index)), key=index.__getitem__) if sizes[i]]
+        save(whole.select(order).remove_columns("index"), final)
         return load(final), lost
 
     def remove(self) -> None:

@@ -1,5 +1,12 @@
 """A user's mistake, told in one line."""
 
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+# What writing weights raises on a full disk; torch.save hides the reason in a RuntimeError.
+NOT_WRITTEN = (OSError, SafetensorError, RuntimeError)
+
 
 class UserError(ValueError):
     """One line naming file, field and remedy; the command line prints it and exits with code 2."""
@@ -12,3 +19,7 @@ def model_error(spec: str, text: str) -> UserError:
 def reason(error: BaseException) -> str:
     """The error as part of one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def cannot_write(path: Path, error: BaseException, remedy: str) -> UserError:
+    return UserError(f"{path}: cannot be written ({reason(error)}); {remedy}")

@@ -51,7 +51,7 @@ def import_given(
 ) -> Samples:
     """Stores conversations with the answers they came with: foreign text, masked exactly.
 
-    prompts: whole conversations (`Reading(read="given")`). Answers longer than the target's
+    prompts: whole conversations (`Reading(given=True)`). Answers longer than the target's
     positions are skipped, with the rest that cannot be masked; tell gets the count. Raises
     UserError.
     """

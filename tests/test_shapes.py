@@ -149,6 +149,13 @@ SHAPES = {
     "an array that was cut": Shape(
         b'[{"prompt": "a"}, {"prompt": "b"}, {"pro', [["a"], ["b"]], {"not JSON": 1}, "f.json"
     ),
+    "an array that was cut behind a comma": Shape(
+        b'[{"prompt": "a"}, ', [["a"]], {"not JSON": 1}, "f.json"
+    ),
+    "two arrays in one file": Shape(
+        b'[{"prompt": "a"}]\n[{"prompt": "b"}, {"prompt": "c"}]', [["a"]],
+        {"text behind the end of the array": 1}, "f.json",
+    ),
     "lines that were cut": Shape(
         b'{"prompt": "a"}\n{"prompt": "b\n{"prompt": "c"}', [["a"], ["c"]], {"not JSON": 1}
     ),

@@ -20,14 +20,12 @@ log = logging.getLogger(__name__)
 
 def begun(target: Target, sampler: Sampler, origin: str) -> dict[str, Any]:
     """The manifest of samples whose rows are still to come."""
-    identity = target.identity()
     return {
         "format": storage.FORMAT,
         "state": "writing",
         "origin": origin,
         "foreign": False,
-        "target": identity,
-        "template_hash": identity["template_hash"],
+        "target": target.identity(),
         "dtype": dtype_name(target),
         "sampler": asdict(sampler),
         "seed": None,

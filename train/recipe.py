@@ -23,14 +23,12 @@ from draftsmith.drafters.sampling import NOT_APPLIED, Sampler
 from draftsmith.train.objective import LOSSES, Objective
 from draftsmith.train.weights import DepthWeights
 
+Spread = Literal["auto", "balanced", "balanced_low_0", "sequential"] | dict[str, int | str] | None
 DepthKind = Literal["constant", "geometric", "exponential", "dpace", "reach"]
 
 
 def _listed(value: Any) -> Any:
     return [] if value == "none" else [value] if isinstance(value, str) else value
-
-
-Spread = Literal["auto", "balanced", "balanced_low_0", "sequential"] | dict[str, int | str] | None
 
 
 def _bytes(value: Any) -> Any:
@@ -229,22 +227,18 @@ def _check_read(recipe: Recipe) -> None:
     """Raises UserError for a key that nothing would read beside the others."""
     if recipe.samples and recipe.prompts:
         raise UserError("prompts: nothing is asked where samples are given; leave one of them out")
-    readers = {
+    readers: dict[str, tuple[str, Any]] = {
         "eta": ("loss: lk", "lk" in recipe.losses),
         "decay": ("depth_weights: geometric", recipe.depth_weights == "geometric"),
         "span": ("depth_weights: exponential", recipe.depth_weights == "exponential"),
-        "adapt_lr": ("adapt", recipe.adapt),
-        "adapt_after": ("adapt", recipe.adapt),
-        "adapt_weight": ("adapt", recipe.adapt),
         "feature_dtype": ("feature_cache", recipe.feature_cache),
+        **dict.fromkeys(("adapt_lr", "adapt_after", "adapt_weight"), ("adapt", recipe.adapt)),
     }
     for key, (reader, there) in readers.items():
         default = Recipe.model_fields[key].default  # a run's recipe.yaml holds all of them
         if not there and getattr(recipe, key) != default:
-            raise UserError(
-                f"{key}: is ignored without {reader}; set {reader} too, or leave it out "
-                f"({key}={default})"
-            )
+            remedy = f"set {reader} too, or leave it out ({key}={default})"
+            raise UserError(f"{key}: is ignored without {reader}; {remedy}")
 
 
 def _check_adapt(recipe: Recipe) -> None:

@@ -28,9 +28,10 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.servers import tools
-from draftsmith.train import endpoint, served, storage
+from draftsmith.train import endpoint, served
 from draftsmith.train.answering import Answering
 from draftsmith.train.endpoint import Endpoint
+from draftsmith.train.parts import Parts
 from draftsmith.train.prompts import Prompt, asked
 from draftsmith.train.samples import Samples, generate
 
@@ -264,7 +265,7 @@ def test_a_server_that_dies(
     assert "run the same command: what is answered stays" in str(error.value)
     assert "\n" not in str(error.value)
     assert capsys.readouterr().err.count("waiting up to") == 1
-    stored = set(storage.Parts(tmp_path / "s").indices)
+    stored = set(Parts(tmp_path / "s").indices)
     assert stored or dies_at < 9
     again = Fake(of)
     with serving(again) as url:
@@ -398,7 +399,7 @@ def test_what_was_given_up_is_asked_again(
     with serving(fake) as url:
         with pytest.raises(UserError, match="401"):
             sampled(tmp_path / "s", of, url, concurrency=1)
-        assert list(storage.Parts(tmp_path / "s").given_up.values()) == [
+        assert list(Parts(tmp_path / "s").given_up.values()) == [
             "the server fails at it again and again"
         ]
         fake.fault = lambda n, body: None
@@ -434,7 +435,7 @@ def test_another_model_behind_the_name(of: Target, tmp_path: Path) -> None:
             sampled(tmp_path / "s", of, url, Sampler(0.0))
         assert NOT_OWN in str(error.value) and "\n" not in str(error.value)
         assert len(fake.bodies) < COUNT
-        assert storage.Parts(tmp_path / "s").indices == []
+        assert Parts(tmp_path / "s").indices == []
         samples = sampled(tmp_path / "f", of, url, Sampler(0.0), foreign=True)
         assert samples.foreign and len(samples) == COUNT
         with pytest.raises(UserError, match="foreign: True then, False now"):
@@ -450,11 +451,11 @@ def test_another_model_after_a_restart(of: Target, tmp_path: Path) -> None:
     fake.fault = lambda number, body: (401, {}) if number >= 9 else None
     with serving(fake) as url, pytest.raises(UserError, match="401"):
         sampled(tmp_path / "s", of, url, Sampler(0.0))
-    stored = storage.Parts(tmp_path / "s").indices
+    stored = Parts(tmp_path / "s").indices
     assert stored
     with serving(Fake(tiny.talker(seed=1))) as url, pytest.raises(UserError, match=NOT_OWN):
         sampled(tmp_path / "s", of, url, Sampler(0.0))
-    assert storage.Parts(tmp_path / "s").indices == stored
+    assert Parts(tmp_path / "s").indices == stored
 
 
 def test_another_model_that_fails_first(
@@ -470,7 +471,7 @@ def test_another_model_that_fails_first(
     with serving(fake) as url, pytest.raises(UserError, match=NOT_OWN):
         sampled(tmp_path / "t", of, url, Sampler(0.0))
     for name in ("s", "t"):
-        assert storage.Parts(tmp_path / name).indices == []
+        assert Parts(tmp_path / name).indices == []
 
 
 def test_refusals(of: Target, tmp_path: Path) -> None:

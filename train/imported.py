@@ -12,6 +12,7 @@ from draftsmith.drafters.sampling import Sampler, not_applied
 from draftsmith.drafters.target import Target
 from draftsmith.train import record, storage
 from draftsmith.train.given import given_rows
+from draftsmith.train.parts import Parts
 from draftsmith.train.prompts import Prompt, Unusable
 from draftsmith.train.reader import Samples
 from draftsmith.train.rows import Fault, read_rows
@@ -80,7 +81,7 @@ def _stored(
         try:
             storage.check_disk(folder, bytes_needed)
             storage.write_manifest(folder, manifest)
-            parts = storage.Parts(folder)
+            parts = Parts(folder)
             held: list[dict[str, Any]] = []
             for index, row in enumerate(rows):
                 held.append(row | {"index": index})

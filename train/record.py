@@ -13,6 +13,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.train import storage
+from draftsmith.train.parts import Parts
 from draftsmith.train.reader import Samples, dtype_name
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ def _settings(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def finish(
-    folder: Path, manifest: dict[str, Any], parts: storage.Parts, target: Target, audit: int
+    folder: Path, manifest: dict[str, Any], parts: Parts, target: Target, audit: int
 ) -> Samples:
     """Merges the parts, audits, completes the manifest."""
     rows, given_up = parts.merge()

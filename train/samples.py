@@ -24,6 +24,7 @@ from draftsmith.train.checks import check_request, check_sizes, differences
 from draftsmith.train.conversation import Conversation
 from draftsmith.train.endpoint import Endpoint
 from draftsmith.train.packing import buckets
+from draftsmith.train.parts import Parts
 from draftsmith.train.prompts import Prompt, Unusable
 from draftsmith.train.ranks import ALONE, SEEN, Ranks
 from draftsmith.train.reader import Sample, Samples
@@ -100,7 +101,7 @@ def generate(
             if ranks.main:
                 shutil.rmtree(folder / storage.PARTS, ignore_errors=True)
             return Samples.open(folder, target, audit=0)
-        parts = storage.Parts(folder)
+        parts = Parts(folder)
         talks = ranks.share(_to_answer(prompts, encoded, target, parts))
         ranks.meet()  # nobody stores before all have seen what is stored
         if server:
@@ -129,7 +130,7 @@ def _complete(folder: Path, manifest: dict[str, Any]) -> bool:
     return bool(stored["state"] == "complete")
 
 
-def _gathered(parts: storage.Parts, asked: set[int]) -> storage.Parts:
+def _gathered(parts: Parts, asked: set[int]) -> Parts:
     """The parts of all processes, with an answer to everything that was asked.
 
     Those of another node may take a while to show on a shared disk; UserError where they do not.
@@ -142,7 +143,7 @@ def _gathered(parts: storage.Parts, asked: set[int]) -> storage.Parts:
                 "on a disk that all nodes share, and run again"
             )
         time.sleep(0.2)
-        parts = storage.Parts(parts.folder.parent)
+        parts = Parts(parts.folder.parent)
     return parts
 
 
@@ -180,7 +181,7 @@ def encode_fitting(
 
 
 def _to_answer(
-    prompts: list[Prompt], encoded: list[list[int]], target: Target, parts: storage.Parts
+    prompts: list[Prompt], encoded: list[list[int]], target: Target, parts: Parts
 ) -> list[Conversation]:
     """Conversations that `parts` lacks: those with most turns first, then the longest.
 
@@ -202,7 +203,7 @@ def _answer(
     seed: int,
     batch_size: int,
     stop: Sequence[str],
-    parts: storage.Parts,
+    parts: Parts,
     prompts: int,
     shown: bool,
 ) -> None:

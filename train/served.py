@@ -15,6 +15,7 @@ from draftsmith.train import storage
 from draftsmith.train.answering import Answering
 from draftsmith.train.conversation import Conversation
 from draftsmith.train.endpoint import Endpoint
+from draftsmith.train.parts import Parts
 from draftsmith.train.prompts import Unusable
 from draftsmith.train.reader import Samples
 
@@ -31,7 +32,7 @@ def answer_by(
     sampler: Sampler,
     max_new_tokens: int,
     seed: int,
-    parts: storage.Parts,
+    parts: Parts,
     manifest: dict[str, Any],
 ) -> None:
     """Lets a server answer every turn of the conversations.
@@ -85,7 +86,7 @@ def answer_by(
 class _Store:
     """Puts finished conversations on disk, PART at a time; the first ones once they are audited."""
 
-    def __init__(self, endpoint: Endpoint, parts: storage.Parts, manifest: dict[str, Any]) -> None:
+    def __init__(self, endpoint: Endpoint, parts: Parts, manifest: dict[str, Any]) -> None:
         self.endpoint, self.parts, self.manifest = endpoint, parts, manifest
         self.audited = manifest["foreign"]
         self.refused = False

@@ -312,5 +312,5 @@ def test_planted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, fault: Any, shape: str
 ) -> None:
     monkeypatch.setattr(shapes, function, fault)
-    with pytest.raises((AssertionError, UserError, AttributeError, TypeError)):
+    with pytest.raises(AssertionError, match=r"^assert \[\["):  # other questions than are asked
         reads(tmp_path, SHAPES[shape])

@@ -43,7 +43,7 @@ def show(request: Request) -> None:
 
 def _refuse_unread(request: Request, samples: bool) -> None:
     """Raises UserError for options that would change nothing of what is shown."""
-    unread = {
+    unread: dict[str, Any] = {
         "--prompts": request.prompts, "--import": request.answers, "--foreign": request.foreign,
         "--server": request.server, "--model": request.model, "--concurrency": request.concurrency,
         "--device-map": request.device_map,

@@ -41,10 +41,9 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short waits, little patience, and parts of three conversations."""
+    """Short waits, and parts of three conversations."""
     monkeypatch.setattr(endpoint, "FIRST_WAIT", 0.001)
     monkeypatch.setattr(endpoint, "LONGEST_WAIT", 0.01)
-    monkeypatch.setattr(endpoint, "PATIENCE", 0.4)
     monkeypatch.setattr(endpoint, "PROBE_TIMEOUT", 2.0)
     monkeypatch.setattr(served, "PART", 3)
 
@@ -261,7 +260,8 @@ def test_a_server_that_dies(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """Waited for, told once, then one line. What was answered stays; only the rest is asked."""
-    monkeypatch.setattr(endpoint, "TELL", 0.1)
+    monkeypatch.setattr(endpoint, "PATIENCE", 0.3)
+    monkeypatch.setattr(endpoint, "TELL", -1.0)
     fake = Fake(of)
     fake.fault = lambda number, body: (0, None) if number >= dies_at else None
     with serving(fake) as url, pytest.raises(UserError) as error:

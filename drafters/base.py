@@ -261,11 +261,15 @@ def load(folder: Path, target: Target) -> Drafter:
 
 def load_weights(drafter: Drafter, path: Path) -> None:
     """Reads a drafter's weights. Raises UserError unless they are exactly those it asks for."""
+    fill(drafter, read_weights(path), path)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint's file. Raises UserError where it cannot be read."""
     try:
-        stored = load_file(path)
+        return load_file(path)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: cannot be read ({error}); copy the checkpoint again") from None
-    fill(drafter, stored, path)
 
 
 def fill(drafter: Drafter, stored: dict[str, Tensor], path: Path) -> None:

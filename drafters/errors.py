@@ -1,5 +1,11 @@
 """A user's mistake, told in one line."""
 
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+# What writing weights raises on a full disk; torch.save hides the reason in a RuntimeError.
+NOT_WRITTEN = (OSError, SafetensorError, RuntimeError)
 # What transformers raises for a model that it cannot load: ImportError where quantised weights need
 # a package that is missing.
 LOAD_ERRORS = (OSError, ValueError, LookupError, TypeError, RuntimeError, ImportError)
@@ -16,3 +22,7 @@ def model_error(spec: str, text: str) -> UserError:
 def reason(error: BaseException) -> str:
     """The error as part of one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def cannot_write(path: Path, error: BaseException, remedy: str) -> UserError:
+    return UserError(f"{path}: cannot be written ({reason(error)}); {remedy}")

@@ -32,6 +32,8 @@ from draftsmith.eval.bench import (
 )
 from draftsmith.eval.provenance import provenance
 from draftsmith.recipes.once import digest
+from draftsmith.recipes.subjects import asked, check_room, ngram
+from draftsmith.train import checkpoint
 
 _SYNTHETIC_PROMPTS = 8
 
@@ -75,15 +77,11 @@ def bench(request: Request) -> None:
         Sampler(temperature)
     target, drafters, prompts = _synthetic(request) if request.shape else _real(request)
     cells = grid(drafters, policies, request.batches, request.temperatures)
-    longest = max(len(asked.ids) for asked in prompts) + request.max_new_tokens
-    if longest > target.max_positions:
-        raise UserError(
-            f"--max-new-tokens: {request.max_new_tokens} after the longest prompt exceed the "
-            f"target's {target.max_positions} positions; lower it"
-        )
-    check_memory(target, cells, longest)
+    longest = max(len(prompt.ids) for prompt in prompts)
+    check_room(longest, request.max_new_tokens, target)
+    check_memory(target, cells, longest + request.max_new_tokens)
     here = device_of(target) | provenance()
-    hashed = hashlib.sha256(json.dumps([asked.ids for asked in prompts]).encode())
+    hashed = hashlib.sha256(json.dumps([prompt.ids for prompt in prompts]).encode())
     settings = {
         "target": target.source.spec,
         "revision": target.source.revision,
@@ -105,7 +103,7 @@ def bench(request: Request) -> None:
         )  # fmt: skip
     console = Console()
     _print(store, console)
-    (request.output / "bench.md").write_text(bench_table.markdown(store.content))
+    checkpoint.write(request.output / "bench.md", bench_table.markdown(store.content))
     console.print(f"written: {store.path} and bench.md")
 
 
@@ -115,24 +113,17 @@ def _weights(name: str) -> str:
 
 
 def _real(request: Request) -> tuple[Target, dict[str, Drafter], list[Asked]]:
-    from draftsmith.train.prompts import product_prompts
-    from draftsmith.train.suites import read_suite, spread
     from draftsmith.train.template import encode
 
     names = request.drafters or ["ngram"]
     for name in names:
         if name != "ngram":
             base.read_config(Path(name))
-    asked = read_suite(request.prompts) if request.prompts else product_prompts("heldout")
-    chosen = spread(asked, request.limit)
+    chosen = asked(request.prompts, request.limit)
     target = Target.load(request.target)
-    drafters: dict[str, Drafter] = {}
-    for name in names:
-        if name == "ngram":
-            family = base.family(name)
-            drafters[name] = family.create(target, family.Config())
-        else:
-            drafters[name] = base.load(Path(name), target)
+    drafters = {
+        name: ngram(target) if name == "ngram" else base.load(Path(name), target) for name in names
+    }
     ids = encode(chosen, target)
     return target, drafters, [Asked(i, p.domain) for i, p in zip(ids, chosen, strict=True)]
 

@@ -138,7 +138,8 @@ def _figures(measured: dict[str, Any]) -> str:
     """Rows of the table; tau counts the bonus token."""
     if not measured:
         return "| acceptance | not measured |\n| predicted speedup | not measured |\n"
-    rows = [("tokens trained", f"{measured['tokens_trained']:,}")]
+    tokens = measured.get("tokens_trained")  # told by the run's log alone
+    rows = [("tokens trained", "not known" if tokens is None else f"{tokens:,}")]
     if "tau" in measured:
         by_k = ", ".join(f"{tau:.3f} at k = {k}" for k, tau in measured["tau_by_k"].items())
         alpha = ", ".join("-" if a is None else f"{a:.3f}" for a in measured["alpha"])

@@ -15,6 +15,8 @@ from draftsmith.eval.certify import certificate
 from draftsmith.eval.certify import certify as run
 from draftsmith.eval.provenance import provenance
 from draftsmith.eval.subject import Subject, untouched, untrained
+from draftsmith.recipes.subjects import check_file
+from draftsmith.train import checkpoint as checkpoints
 from draftsmith.train.prompts import product_prompts
 from draftsmith.train.template import encode
 
@@ -29,8 +31,7 @@ def certify(spec: str, checkpoint: Path | None, max_new_tokens: int, output: Pat
     """
     if checkpoint is not None:
         base.read_config(checkpoint)
-    if output is not None and not output.parent.is_dir():
-        raise UserError(f"{output}: no folder {output.parent}; make it, or give another --output")
+    check_file(output)
     target = Target.load(spec, dtype=torch.float32)  # identity is defined in fp32
     drafters = untrained(target)
     if checkpoint is not None:
@@ -58,6 +59,6 @@ def certify(spec: str, checkpoint: Path | None, max_new_tokens: int, output: Pat
     print(f"{len(checks) - failed} of {len(checks)} checks passed")
     if output is not None:
         about = {"target": target.identity(), "drafters": list(drafters), **provenance()}
-        output.write_text(json.dumps(certificate(checks) | about, indent=1) + "\n")
+        checkpoints.write(output, json.dumps(certificate(checks) | about, indent=1) + "\n")
         print(f"written: {output}")
     return not failed

@@ -14,6 +14,13 @@ from draftsmith.recipes.options import SUITE, Seed, Temperature, TopK, TopP, num
 commands = typer.Typer()
 
 
+def _judge(parity: bool) -> None:
+    """Ends a command with code 1 where parity is broken."""
+    if not parity:
+        print("error: decoder and replay disagree; this is a bug in draftsmith", file=sys.stderr)
+        raise typer.Exit(1)
+
+
 @commands.command(
     "eval", epilog="Example: draftsmith eval runs/smol-eagle3/best --k 4 --output reports/eagle3"
 )
@@ -57,9 +64,7 @@ def evaluate(
         checkpoint, target, prompts, limit, sampler, drafting, max_new_tokens, stop or [], seed,
         static,
     )  # fmt: skip
-    if not run(settings, output):
-        print("error: decoder and replay disagree; this is a bug in draftsmith", file=sys.stderr)
-        raise typer.Exit(1)
+    _judge(run(settings, output))
 
 
 @commands.command(
@@ -83,9 +88,7 @@ def report(
     for name, speed in found["speed"].items():
         print(f"{name}: {speed['verdict']}")
     print(f"written: {run / 'report'}/report.html, report.md, report.json")
-    if not all(decoded["parity"]["holds"] for decoded in found["decode"].values()):
-        print("error: decoder and replay disagree; this is a bug in draftsmith", file=sys.stderr)
-        raise typer.Exit(1)
+    _judge(all(decoded["parity"]["holds"] for decoded in found["decode"].values()))
 
 
 @commands.command(epilog="Example: draftsmith compare runs/smol-eagle3 runs/smol-small ngram")
@@ -111,9 +114,7 @@ def compare(
         Console().print(table)
     print(f"written: {output}/compare.html, compare.md, compare.json")
     at = [here for drafter in found["drafters"].values() for here in drafter["at"].values()]
-    if not all(here["parity"]["holds"] for here in at):
-        print("error: decoder and replay disagree; this is a bug in draftsmith", file=sys.stderr)
-        raise typer.Exit(1)
+    _judge(all(here["parity"]["holds"] for here in at))
 
 
 @commands.command(

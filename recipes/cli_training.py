@@ -70,7 +70,9 @@ def sample(
         str | None, typer.Option(help="URL of an OpenAI-compatible server that answers.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="With --server: its name there.")] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="With --server: requests at a time.")] = 8,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="With --server: requests at a time; default: 8.")
+    ] = None,
     show: Annotated[
         bool, typer.Option("--show", help="Print conversations, coloured by what is learned.")
     ] = False,

@@ -33,11 +33,10 @@ from draftsmith.eval.report import label
 from draftsmith.recipes import compare_page
 from draftsmith.recipes.once import digest, once
 from draftsmith.recipes.report import read_run
+from draftsmith.recipes.subjects import asked, make_folder, ngram
 from draftsmith.train import checkpoint
 from draftsmith.train.heldout import HeldOut, answered
 from draftsmith.train.progress import CountLine
-from draftsmith.train.prompts import product_prompts
-from draftsmith.train.suites import read_suite, spread
 
 SAMPLERS = (Sampler(0.0), Sampler(1.0))
 
@@ -76,9 +75,8 @@ def compare(drafters: Sequence[str], settings: Settings, output: Path) -> dict[s
             raise UserError(f"{name}: given twice; give each drafter once, in folders of own names")
     about = {e.name: base.read_config(e.place) for e in entries if e.place}
     spec = settings.target or next((a["target"]["spec"] for a in about.values()), "smollm2")
-    suite = read_suite(settings.prompts) if settings.prompts else product_prompts("heldout")
-    prompts = spread(suite, settings.limit)
-    output.mkdir(parents=True, exist_ok=True)
+    prompts = asked(settings.prompts, settings.limit)
+    make_folder(output)
     target = Target.load(spec, dtype=torch.float32)  # parity is defined in fp32
     for entry in entries:
         if entry.place:
@@ -138,11 +136,7 @@ def _entry(text: str) -> Entry:
 def _measured(
     entry: Entry, target: Target, sets: dict[str, HeldOut], settings: Settings
 ) -> dict[str, Any]:
-    if entry.place is None:
-        ngram = base.family("ngram")
-        drafter: Drafter = ngram.create(target, ngram.Config())
-    else:
-        drafter = base.load(entry.place, target)
+    drafter = base.load(entry.place, target) if entry.place else ngram(target)
     k = min(settings.k, drafter.longest or settings.k)
     return {
         "family": drafter.family,
@@ -195,8 +189,8 @@ def _learned(entry: Entry) -> int | None:
     """Target-made tokens that the drafter had learned from, where it lies in a run."""
     if entry.run is None or entry.place is None:
         return None
-    step = int(entry.place.resolve().name.removeprefix("checkpoint-"))
-    return checkpoint.learned(entry.run, step)
+    step = entry.place.resolve().name.removeprefix("checkpoint-")
+    return checkpoint.learned(entry.run, int(step)) if step.isdigit() else None  # a copy, renamed
 
 
 def _curve(entry: Entry) -> dict[str, Any] | None:

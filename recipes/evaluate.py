@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from draftsmith.drafters import base, foreign
+from draftsmith.drafters import foreign
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.policy import Policy, Tree
 from draftsmith.drafters.sampling import Sampler
@@ -22,8 +22,8 @@ from draftsmith.eval.evaluate import evaluate as measure
 from draftsmith.eval.report import adapted
 from draftsmith.eval.static_tree import Calibrated
 from draftsmith.recipes.static import calibrated, run_of, told
-from draftsmith.train.prompts import product_prompts
-from draftsmith.train.suites import read_suite, spread
+from draftsmith.recipes.subjects import asked, check_room, make_folder, ngram
+from draftsmith.train import checkpoint
 from draftsmith.train.template import encode
 
 
@@ -67,12 +67,13 @@ def evaluate(settings: Settings, output: Path | None) -> bool:
         raise UserError(
             f"--max-new-tokens: {settings.max_new_tokens} leaves nothing to write; use >= 1"
         )
-    suite = read_suite(settings.prompts) if settings.prompts else product_prompts("heldout")
-    asked = spread(suite, settings.limit)
+    prompts = asked(settings.prompts, settings.limit)
     folder = Path(settings.checkpoint)
-    ngram = settings.checkpoint == "ngram"
-    spec = settings.target or (None if ngram else foreign.made_for(folder)) or "smollm2"
-    if settings.static and ngram:
+    untrained = settings.checkpoint == "ngram"
+    spec = settings.target or ("smollm2" if untrained else foreign.made_for(folder))
+    if spec is None:
+        raise UserError(f"{folder}: names no target that it was made for; give --target")
+    if settings.static and untrained:
         raise UserError("--static: ngram drafts chains only; give a checkpoint")
     run = run_of(folder) if settings.static else None
     record: dict[str, Any] = {
@@ -83,28 +84,19 @@ def evaluate(settings: Settings, output: Path | None) -> bool:
         "max_new_tokens": settings.max_new_tokens,
         "stop": settings.stop,
         "seed": settings.seed,
-        "prompts_hash": hashlib.sha256(" ".join(p.key for p in asked).encode()).hexdigest()[:16],
+        "prompts_hash": hashlib.sha256(" ".join(p.key for p in prompts).encode()).hexdigest()[:16],
     }
     if settings.static:
         record["static"] = True
     if output is not None:
         _claim(output, record)
     target = Target.load(spec, dtype=torch.float32)  # parity is defined in fp32
-    if ngram:
-        cls = base.family("ngram")
-        drafter = cls.create(target, cls.Config())
-    else:
-        drafter = foreign.load(folder, target)
+    drafter = ngram(target) if untrained else foreign.load(folder, target)
     drafter.check(settings.policy)
     drafting: Policy = settings.policy
     tree: Calibrated | None = None
-    ids = encode(asked, target)
-    longest = max(map(len, ids))
-    if longest + settings.max_new_tokens > target.max_positions:
-        raise UserError(
-            f"--max-new-tokens: {settings.max_new_tokens} after a prompt of {longest} tokens "
-            f"exceed the target's {target.max_positions} positions; lower it"
-        )
+    ids = encode(prompts, target)
+    check_room(max(map(len, ids)), settings.max_new_tokens, target)
     if run is not None:
         tree = calibrated(*run, target, drafter, settings.policy)
         drafting = tree.tree
@@ -112,7 +104,7 @@ def evaluate(settings: Settings, output: Path | None) -> bool:
     with _DecodeProgress(len(ids)) as progress:
         report = measure(
             target, drafter, ids, settings.sampler, drafting, settings.max_new_tokens,
-            seed=settings.seed, stop=settings.stop, domains=[p.domain for p in asked],
+            seed=settings.seed, stop=settings.stop, domains=[p.domain for p in prompts],
             progress=progress.update,
         )  # fmt: skip
     report["settings"] = record
@@ -125,7 +117,7 @@ def evaluate(settings: Settings, output: Path | None) -> bool:
         }
     _print(report, Console())
     if output is not None:
-        (output / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+        checkpoint.write(output / "report.json", json.dumps(report, indent=1) + "\n")
         print(f"written: {output / 'report.json'}")
     return report["parity"]["holds"]
 
@@ -141,16 +133,10 @@ def _claim(output: Path, settings: dict[str, Any]) -> None:
         if before != settings:
             raise UserError(f"{output}: holds the report of another run; give another --output")
         return
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        if any(output.iterdir()):
-            raise UserError(f"{output}: not empty, and no report of ours; give another --output")
-        (output / ".probe").touch()
-        (output / ".probe").unlink()
-    except OSError as error:
-        raise UserError(
-            f"{output}: cannot be written ({error.strerror}); give another --output"
-        ) from None
+    make_folder(output)
+    scratch = {".report.json"}  # left by a run that was killed
+    if {file.name for file in output.iterdir()} - scratch:
+        raise UserError(f"{output}: not empty, and no report of ours; give another --output")
 
 
 class _DecodeProgress(Progress):

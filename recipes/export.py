@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 import yaml
+from safetensors import SafetensorError
 
 from draftsmith.drafters import base, export, foreign
 from draftsmith.drafters.base import Drafter, Unroll
 from draftsmith.drafters.batch import Batch, batch_of
-from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.errors import UserError, cannot_write
 from draftsmith.drafters.export import Serving
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.source import gguf_file
@@ -88,8 +89,8 @@ def export_checkpoint(asked: Request) -> tuple[Path, str]:
         written = card.card(asked.server, drafter, place, folder, serving, read_back)
         card.write(scratch, written)
         os.replace(scratch, folder)
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error}); give another --output") from None
+    except (OSError, SafetensorError) as error:
+        raise cannot_write(folder, error, "make room, or give another --output") from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return folder, written["serving"]["command"]

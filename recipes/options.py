@@ -11,7 +11,10 @@ from draftsmith.drafters.errors import UserError
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopK = Annotated[int, typer.Option(help="0 switches top-k off.")]
 TopP = Annotated[float, typer.Option(help="1 switches top-p off.")]
-SUITE = "A JSON/JSONL file, a folder of them, or a data set on the hub; default: our own."
+SUITE = (
+    "A file (JSONL, JSON, CSV, TSV, text, Parquet), a folder of them, a data set on the hub, or a "
+    "mix (YAML); default: our own."
+)
 Seed = Annotated[int, typer.Option(help="Keys every draw.")]
 
 

@@ -32,6 +32,7 @@ from draftsmith.drafters.target import Target
 from draftsmith.eval.evaluate import evaluate
 from draftsmith.recipes import quickstart_report as pages
 from draftsmith.recipes.quickstart_report import NAMES
+from draftsmith.recipes.subjects import ngram
 from draftsmith.train import checkpoint, recipe
 from draftsmith.train.__main__ import train
 from draftsmith.train.progress import CountLine, clock
@@ -159,10 +160,7 @@ def _decoded(folder: Path, name: str, target: Target, demo: Demo) -> dict[str, A
 
 
 def _drafter(folder: Path, name: str, target: Target) -> Drafter:
-    if name != "ngram":
-        return base.load(folder / name / "best", target)
-    ngram = base.family("ngram")
-    return ngram.create(target, ngram.Config())
+    return ngram(target) if name == "ngram" else base.load(folder / name / "best", target)
 
 
 @contextmanager

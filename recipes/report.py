@@ -34,13 +34,12 @@ from draftsmith.eval.replay import replay
 from draftsmith.eval.sample_text import sample_text
 from draftsmith.eval.speed import Costs
 from draftsmith.recipes.once import digest, once
+from draftsmith.recipes.subjects import asked
 from draftsmith.train import checkpoint
 from draftsmith.train import recipe as recipes
 from draftsmith.train.heldout import HeldOut, also_trained_on, answered, slug
 from draftsmith.train.progress import CountLine
-from draftsmith.train.prompts import product_prompts
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.suites import read_suite, spread
 
 FOLDER = "report"
 
@@ -68,8 +67,7 @@ def report(run: Path, settings: Settings) -> dict[str, Any]:
     """
     recipe, steps = read_run(run)
     samplers = {pages.label(s): s for s in (Sampler(0.0), Sampler(1.0), recipe.sampler)}
-    found = read_suite(settings.prompts) if settings.prompts else product_prompts("heldout")
-    prompts = spread(found, settings.limit)
+    prompts = asked(settings.prompts, settings.limit)
     about = {step: base.read_config(run / f"checkpoint-{step}") for step in steps}
     weights = {step: digest(run / f"checkpoint-{step}" / "model.safetensors") for step in steps}
     (run / FOLDER).mkdir(exist_ok=True)

@@ -19,7 +19,7 @@ from draftsmith.train.imported import import_answers, import_given
 from draftsmith.train.prompts import Prompt, product_prompts
 from draftsmith.train.ranks import Ranks, check_spread, launched
 from draftsmith.train.samples import Samples, generate
-from draftsmith.train.sources import Reading
+from draftsmith.train.sources import Reading, with_template
 from draftsmith.train.suites import read_suite
 
 
@@ -39,7 +39,7 @@ class Request:
     foreign: bool
     server: str | None
     model: str | None
-    concurrency: int
+    concurrency: int | None
     sampler: Sampler
     max_new_tokens: int
     batch_size: int
@@ -50,28 +50,40 @@ class Request:
         if self.foreign and not (self.answers or self.server):
             raise UserError("--foreign: goes with --import or --server; else answers are its own")
         if self.answers is not None:
-            for option, value in (("--prompts", self.prompts), ("--server", self.server)):
+            for option, value in (
+                ("--prompts", self.prompts),
+                ("--column", self.column),
+                ("--template", self.template),
+                ("--server", self.server),
+            ):
                 if value:
                     raise UserError(f"--import: takes no {option}; its rows hold the prompts")
             if not self.answers.is_file():
                 raise UserError(f"{self.answers}: no such file; --import takes a JSONL file")
         if (self.given or self.continue_) and not self.prompts:
             raise UserError("--given, --continue: name the conversations or texts by --prompts")
+        if self.column and not self.prompts:
+            raise UserError("--column: is one of --prompts; draftsmith's own have none to choose")
         if self.given and (self.continue_ or self.server or self.answers):
             raise UserError("--given: nothing is sampled; leave --continue, --server and --import")
         if self.model and not self.server:
             raise UserError("--model: goes with --server; the target here is --target")
+        if self.concurrency and not self.server:
+            raise UserError("--concurrency: goes with --server; the target here has --batch-size")
 
     def read(self, tell: Callable[[str], None]) -> list[Prompt]:
         """The prompts asked for; draftsmith's own where none are named."""
+        template = settings(self.template)
+        if not self.prompts:
+            return [with_template(prompt, template) for prompt in product_prompts("train")]
         reading = Reading(
             column=self.column,
             given=self.given,
             prefix=self.continue_,
             use="train",
-            template=settings(self.template),
+            template=template,
         )
-        return read_suite(self.prompts, reading, tell) if self.prompts else product_prompts("train")
+        return read_suite(self.prompts, reading, tell)
 
 
 def settings(pairs: list[str]) -> dict[str, Any]:
@@ -132,7 +144,7 @@ def _made(
         return made
     server = None
     if request.server:
-        server = Endpoint.connect(request.server, target, request.model, request.concurrency)
+        server = Endpoint.connect(request.server, target, request.model, request.concurrency or 8)
         lines.append(str(server))
     return generate(
         target, prompts, sampler, request.max_new_tokens, folder, seed=request.seed,

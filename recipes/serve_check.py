@@ -25,8 +25,8 @@ from draftsmith.eval.servers import serving as servers
 from draftsmith.eval.servers.check import TEMPERATURES, Answers, collect, report
 from draftsmith.eval.servers.client import Server
 from draftsmith.eval.servers.serving import Draft
-from draftsmith.train.prompts import product_prompts
-from draftsmith.train.suites import read_suite, spread
+from draftsmith.recipes.subjects import asked, check_file, check_room
+from draftsmith.train import checkpoint as checkpoints
 from draftsmith.train.template import encode
 
 CARD = "card.json"
@@ -53,12 +53,11 @@ class Settings:
 
 def serve_check(settings: Settings, output: Path | None) -> bool:
     """Prints one table and writes one JSON file; whether server and replay agree."""
-    if output is not None and not output.parent.is_dir():
-        raise UserError(f"{output}: no folder {output.parent}; make it, or give another --output")
+    check_file(output)
     found = measure(settings)
     show(found, Console())
     if output is not None:
-        output.write_text(json.dumps(found, indent=1) + "\n")
+        checkpoints.write(output, json.dumps(found, indent=1) + "\n")
         print(f"written: {output}")
     return found["holds"]
 
@@ -137,19 +136,18 @@ def _subject(settings: Settings) -> _Subject:
                 f"{settings.export}: made for {made_for}; export the checkpoint --to {wanted} to "
                 f"check it with {settings.server}"
             )
-    suite = read_suite(settings.prompts) if settings.prompts else product_prompts("heldout")
-    spec = settings.target or about["target"].get("spec") or "smollm2"
+    suite = asked(settings.prompts, settings.limit)
+    spec = settings.target or about["target"].get("spec")
+    if spec is None:
+        raise UserError(f"{checkpoint}: names no target that it was made for; give --target")
     target = Target.load(spec, dtype=torch.float32)  # parity is defined in fp32
     drafter = base.load(checkpoint, target)
     if drafter.longest is not None and k > drafter.longest:
         raise UserError(f"--k: {k} is more than this drafter's {drafter.longest} depths; lower it")
-    prompts = encode(spread(suite, settings.limit), target)
-    length = max(map(len, prompts)) + settings.max_new_tokens
-    if length > target.max_positions:
-        raise UserError(
-            f"--max-new-tokens: {settings.max_new_tokens} after the longest prompt exceed the "
-            f"target's {target.max_positions} positions; lower it"
-        )
+    prompts = encode(suite, target)
+    longest = max(map(len, prompts))
+    check_room(longest, settings.max_new_tokens, target)
+    length = longest + settings.max_new_tokens
     return _Subject(target, checkpoint, drafter, draft, prompts, length)
 
 

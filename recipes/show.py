@@ -25,9 +25,11 @@ def show(request: Request) -> None:
 
     Of a file: what each prompt is asked as; with given=True what would be learned from its answers.
     """
+    of_samples = (request.folder / storage.MANIFEST).is_file()
+    _refuse_unread(request, of_samples)
     console = Console()
     samples: Samples | list[Sample]
-    if (request.folder / storage.MANIFEST).is_file():
+    if of_samples:
         samples, spec = stored(request.folder)
         tokenizer = _tokenizer(spec)
     else:
@@ -37,6 +39,23 @@ def show(request: Request) -> None:
         console.rule(f"{i}: {samples[i].domain}, {samples[i].finish or 'asked'}", align="left")
         console.print(coloured(samples[i], tokenizer))
     console.print(counts(samples))
+
+
+def _refuse_unread(request: Request, samples: bool) -> None:
+    """Raises UserError for options that would change nothing of what is shown."""
+    unread: dict[str, Any] = {
+        "--prompts": request.prompts, "--import": request.answers, "--foreign": request.foreign,
+        "--server": request.server, "--model": request.model, "--concurrency": request.concurrency,
+        "--device-map": request.device_map,
+    }  # fmt: skip
+    if samples:  # are shown as they are stored
+        unread |= {
+            "--column": request.column, "--template": request.template, "--given": request.given,
+            "--continue": request.continue_,
+        }  # fmt: skip
+    for option, value in unread.items():
+        if value:
+            raise UserError(f"--show: takes the folder or file itself; leave {option} out")
 
 
 def stored(folder: Path) -> tuple[Samples, str]:
@@ -62,9 +81,9 @@ def _asked(request: Request, console: Console) -> tuple[list[Sample], Any]:
     from draftsmith.train.given import given_rows
     from draftsmith.train.samples import encode_fitting
 
-    if request.prompts:
-        raise UserError("--show: takes the folder or file itself; leave --prompts")
-    prompts = replace(request, prompts=str(request.folder)).read(console.print)
+    asked = replace(request, prompts=str(request.folder))
+    asked.check()
+    prompts = asked.read(console.print)
     target = Target.load(request.target)
     if request.given:
         rows = given_rows(prompts, target, console.print)

@@ -319,7 +319,7 @@ def test_what_the_grid_refuses(shaped: tuple, monkeypatch: pytest.MonkeyPatch) -
         (["--shape", "tiny", "--k", "0"], "k: 0 is not a draft length"),
         (["--shape", "tiny", "--alpha", "1.5"], "--alpha: 1.5 is no chance"),
         (["--shape", "tiny", "--temperature", "-1"], "temperature: -1.0 is not >= 0"),
-        (["--shape", "tiny", "--max-new-tokens", "9000"], "--max-new-tokens: 9000 after the"),
+        (["--shape", "tiny", "--max-new-tokens", "9000"], "--max-new-tokens: 9000 after a prompt"),
         (["smollm2", "no-such-drafter"], "no-such-drafter: no drafter there"),
     ],
 )

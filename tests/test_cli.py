@@ -25,6 +25,7 @@ from draftsmith.drafters import base
 from draftsmith.drafters.target import Target
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.recipes import cli
+from draftsmith.recipes import evaluate as evaluate_recipe
 from draftsmith.train import checkpoint
 from draftsmith.train import loop as train_loop
 from draftsmith.train.reader import Samples
@@ -341,6 +342,32 @@ def test_an_output_folder_of_something_else(door: Door, world: World, tmp_path: 
     assert [p.name for p in out.iterdir() if p.name != ".lock"] == ["thesis.tex"]
 
 
+def test_an_output_of_the_wrong_kind(door: Door, world: World, tmp_path: Path) -> None:
+    """A folder where a file is written, a file where a folder is made: known before the work."""
+    for words in (["certify", world.target], ["serve-check", tmp_path, "--server", "vllm"]):
+        assert "is a folder; name a file" in door.early(*words, "--output", tmp_path)
+    (tmp_path / "file").write_text("")
+    line = door.early("compare", "ngram", "--output", tmp_path / "file")
+    assert str(tmp_path / "file") in line and "--output" in line
+
+
+def test_a_report_that_was_killed_while_written(tmp_path: Path) -> None:
+    """Its scratch is no other run's report, and does not keep the folder taken."""
+    (tmp_path / ".report.json").write_text('{"set')
+    evaluate_recipe._claim(tmp_path, {})
+
+
+def test_a_drafter_that_names_no_target(door: Door, world: World) -> None:
+    """Not measured on smollm2, whatever it was made for."""
+    line = door.early("eval", world.target)  # a causal LM is a drafter too
+    assert str(world.target) in line and "give --target" in line
+
+
+def test_a_precision_that_is_not_done(door: Door, world: World) -> None:
+    door.monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")  # as accelerate launch does
+    assert "--mixed_precision fp16" in door.early("train", world.recipe("half", samples=None))
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("family", ["ngram", "eagle", "small"])
 def test_eval_end_to_end(
@@ -587,11 +614,26 @@ def test_a_damaged_checkpoint_on_resume(
         (["--continue", "4"], "--prompts"),
         (["--prompts", "none.csv"], "none.csv"),
         (["--template", "thinking"], "KEY=VALUE"),
+        (["--column", "question"], "--prompts"),
+        (["--concurrency", "4"], "--server"),
+        (["--import", "none.jsonl", "--template", "thinking=1"], "takes no --template"),
+        (["--import", "none.jsonl", "--column", "question"], "takes no --column"),
+        (["--show", "--server", "http://127.0.0.1:9"], "leave --server out"),
+        (["--show", "--given", "--continue", "3"], "leave --continue"),
     ],
 )
 def test_sample_settings(door: Door, tmp_path: Path, words: list[str], named: str) -> None:
     assert named in door.early("sample", tmp_path / "out", *words)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_templates_settings_reach_our_own_prompts(
+    door: Door, world: World, tmp_path: Path
+) -> None:
+    """This target's template reads none, and says so of every prompt that brings one."""
+    words = ["sample", tmp_path / "out", "--target", world.target, "--template"]
+    line = door.refusal(*words, "enable_thinking=false")
+    assert "enable_thinking, which the chat template does not read" in line
 
 
 def test_sample_then_train_then_eval(
@@ -630,6 +672,8 @@ def test_texts_continued_by_a_base_model(
     assert run(monkeypatch, "sample", tmp_path / "s", "--show") == 0
     shown = capsys.readouterr().out
     assert "green is learned from" in shown and "a b c" in shown
+    assert run(monkeypatch, "sample", tmp_path / "s", "--show", "--column", "text") == 2
+    assert "leave --column out" in capsys.readouterr().err
     tokens, learned = sum(len(s.ids) for s in samples), sum(sum(s.made) for s in samples)
     (last,) = [line for line in shown.splitlines() if line.startswith("│ all")]
     assert [int(word) for word in last.split() if word.isdigit()] == [2, 2, tokens, learned]

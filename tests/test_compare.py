@@ -23,7 +23,7 @@ from draftsmith.eval import candidates
 from draftsmith.eval.candidates import diagnose, ranks
 from draftsmith.eval.replay import moments, replay, tables
 from draftsmith.recipes import compare_page
-from draftsmith.recipes.compare import Settings, compare
+from draftsmith.recipes.compare import Entry, Settings, _learned, compare
 from draftsmith.train import __main__ as train
 from training import World, save_target
 from walker import Visible, strangers
@@ -37,6 +37,11 @@ def own(name: str, sampler: Sampler) -> tuple[Drafter, Batch]:
     return test_replay.read(
         name, "Llama", batch_of([(tokens, test_replay.flags(tokens, root))], sampler)
     )
+
+
+def test_a_checkpoint_under_another_name(tmp_path: Path) -> None:
+    """A copy within its run: what it had learned is not known, and is not asked of its name."""
+    assert _learned(Entry("mine", tmp_path / "run" / "mine", tmp_path / "run")) is None
 
 
 # ---------------------------------------------------------------- the diagnosis

@@ -260,6 +260,9 @@ def test_card_of_an_unmeasured_drafter() -> None:
     """Fault: a figure made up where there is none."""
     assert card._measured(Path("nowhere"), "checkpoint-x") == {}
     assert "not measured" in card._figures({})
+    reported = {"speedup": {"T=0": {"best_k": 2, "predicted_speedup": 1.5}}}  # its log is gone
+    page = card._figures(reported)
+    assert "| tokens trained | not known |" in page and "1.50x at k = 2" in page
 
 
 def test_a_checkpoint_that_is_cut_short(root: Path, tmp_path: Path) -> None:

@@ -110,12 +110,15 @@ def test_it_goes_on_bit_for_bit(world: World, monkeypatch: pytest.MonkeyPatch) -
     assert training.differences(whole, halves, STEPS) == []
 
 
-def test_adapters_forgotten_would_show(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_forgotten_would_show(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with monkeypatch.context() as patch:
         test_train.stop_after(patch, 4)
         assert train.main([str(tuned(world, "forgets"))]) == loop.STOPPED
     monkeypatch.setattr(lora.Lora, "load", lambda self, state: None)
     assert train.main([str(tuned(world, "forgets"))]) == 2
+    assert "is not what these adapters make" in capsys.readouterr().err
 
 
 def test_another_start_is_refused(
@@ -133,12 +136,16 @@ def test_another_start_is_refused(
     assert checkpoint.steps(world.folder("moved")) == [3, 4]
 
 
-def test_mistakes_are_told(world: World) -> None:
+def test_mistakes_are_told(world: World, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="lora: adapts a drafter that is trained already"):
         recipe.load(tuned(world, "none", start=None))
     target = tiny.target("Llama")
-    eagle = base.family("eagle").create(target, base.family("eagle").Config(taps=[1]))
+    cls = base.family("eagle")
+    eagle, other = (cls.create(target, cls.Config(taps=[1])) for _ in range(2))
     with pytest.raises(UserError, match="lora: 999 is above"):
         Lora(eagle, 999)
+    (tmp_path / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(UserError, match="model.safetensors: cannot be read"):
+        Lora(other, RANK).check(tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="no linear layer that is trained"):
         Lora(eagle.requires_grad_(False), RANK)

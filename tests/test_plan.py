@@ -339,6 +339,17 @@ def refused(
     return said
 
 
+def test_prompts_are_read_once(
+    world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the hub they are streamed; and what was skipped is told once."""
+    monkeypatch.setattr(outline, "read_suite", _never)
+    monkeypatch.setattr(plan, "_free_memory", lambda *asked: 0)
+    path = world.recipe("once", samples=None, prompts=str(world.prompts))
+    assert train.main([str(path)]) == 2
+    assert "recipe once: needs about" in capsys.readouterr().err
+
+
 def test_too_little_memory(
     world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,7 +362,7 @@ def test_too_little_memory_planted(
     world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted fault: a check that nobody calls."""
-    monkeypatch.setattr(plan, "check", lambda recipe: None)
+    monkeypatch.setattr(plan, "check", lambda *given: None)
     monkeypatch.setattr(plan, "_free_memory", lambda *asked: 100 * MIB)
     with pytest.raises(AssertionError, match="was loaded"):
         refused(world, "large", capsys, monkeypatch)

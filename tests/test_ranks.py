@@ -29,6 +29,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target import Target
 from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, ranks, storage
+from draftsmith.train.parts import Parts
 from draftsmith.train.ranks import Ranks
 from draftsmith.train.reader import Samples
 from training import World, metrics
@@ -177,10 +178,10 @@ def test_a_prompt_that_is_answered_twice_is_noticed(tmp_path: Path) -> None:
         "ids": [[5, 6]], "made": [[False, True]], "finish": ["stop"], "domain": ["d"],
         "key": ["k"], "index": [3],
     }  # fmt: skip
-    storage.Parts(tmp_path).add(rows)
-    storage.Parts(tmp_path).add(rows | {"ids": [[5, 7]]})
+    Parts(tmp_path).add(rows)
+    Parts(tmp_path).add(rows | {"ids": [[5, 7]]})
     with pytest.raises(UserError, match="answers prompt 3 a second time"):
-        storage.Parts(tmp_path)
+        Parts(tmp_path)
 
 
 # ---------------------------------------------------------------- learning

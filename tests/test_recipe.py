@@ -46,6 +46,39 @@ def test_a_good_recipe_and_its_defaults(tmp_path: Path) -> None:
     assert read.drafter_config().model_dump(exclude_unset=True) == {"taps": [1, 2]}
 
 
+def test_a_home_that_no_shell_has_filled_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In YAML nothing else would: `runs: ~/runs` made a folder called ~."""
+    monkeypatch.setenv("HOME", "/home/me")
+    read = recipe.load(write(tmp_path, runs="~/runs"), ["samples=~/s", "start=~/old"])
+    assert read.folder == Path("/home/me/runs/mine")
+    assert (read.samples, read.start) == ("/home/me/s", "/home/me/old")
+    assert recipe.load(write(tmp_path, prompts="~/p.jsonl")).prompts == "/home/me/p.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"samples": "s", "prompts": "p"}, "prompts: nothing is asked where samples are given"),
+        ({"eta": 5}, "eta: is ignored without loss: lk"),
+        ({"decay": 0.5, "depth_weights": "reach"}, "decay: is ignored without depth_weights: geo"),
+        ({"span": 2}, "span: is ignored without depth_weights: exponential"),
+        ({"adapt_weight": 0.5}, "adapt_weight: is ignored without adapt; set adapt too"),
+        ({"feature_dtype": "bfloat16"}, "leave it out (feature_dtype=None)"),
+    ],
+)
+def test_a_key_that_nothing_would_read(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    assert words in refusal(write(tmp_path, **changes))
+
+
+def test_keys_that_are_read(tmp_path: Path) -> None:
+    """The same where something does; and defaults, which a run's own recipe.yaml holds all of."""
+    recipe.load(write(tmp_path, eta=5, loss=["kl", "lk"], switch_alpha=[0.5], decay=0.5))
+    recipe.load(write(tmp_path, span=2, depth_weights="exponential", eta=3.0, decay=0.8))
+    recipe.load(write(tmp_path, samples="s", feature_dtype="bfloat16", feature_cache="1GB"))
+
+
 def test_the_written_recipe_is_read_as_the_same(tmp_path: Path) -> None:
     """runs/NAME/recipe.yaml is compared on resume: what it holds must survive the file."""
     block = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "num_kv_heads": 2}

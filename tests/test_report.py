@@ -413,6 +413,8 @@ def test_prompts_that_were_trained_on(run: Path, report: dict[str, Any], tmp_pat
     import_answers(tmp_path / "answers.jsonl", target, Sampler(), place, foreign=True)
     assert also_trained_on(place, known[:3], target) == 1
     assert also_trained_on(place, [asked("w30 w31", "x")], target) == 0
+    unasked = Prompt(None, (9999,), "x")  # answered() leaves such a one out, with a warning
+    assert also_trained_on(place, [unasked, *known[:3]], target) == 1
     assert also_trained_on(tmp_path / "gone", known, target) is None
     with_more = replace(known[0], later=(known[1].messages or (),))
     learned = Path(report["run"]["recipe"]["samples"])

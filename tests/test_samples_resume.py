@@ -9,6 +9,7 @@ that imports everything once and forks the runs that are killed.
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.train import storage
 from draftsmith.train.imported import import_answers
+from draftsmith.train.parts import Parts
 from draftsmith.train.prompts import Prompt, asked
 from draftsmith.train.samples import Samples, generate
 
@@ -150,15 +152,15 @@ class Stop(BaseException):
 def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with two of four batches."""
     folder = tmp_path / "begun"
-    add = storage.Parts.add
+    add = Parts.add
 
-    def once_more(self: storage.Parts, rows: dict) -> None:
+    def once_more(self: Parts, rows: dict) -> None:
         if len(self.indices) == 2 * BATCH:
             raise Stop
         add(self, rows)
 
     with monkeypatch.context() as patch, pytest.raises(Stop):
-        patch.setattr(storage.Parts, "add", once_more)
+        patch.setattr(Parts, "add", once_more)
         run(folder)
     return folder
 
@@ -167,14 +169,33 @@ def test_stored_prompts_are_not_answered_again(
     begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answered: list[int] = []
-    add = storage.Parts.add
+    add = Parts.add
     monkeypatch.setattr(
-        storage.Parts, "add", lambda self, rows: (answered.extend(rows["index"]), add(self, rows))
+        Parts, "add", lambda self, rows: (answered.extend(rows["index"]), add(self, rows))
     )
     run(begun, batch_size=4)
     assert len(answered) == PROMPTS - 2 * BATCH
     run(begun)  # complete: opened, nothing is answered
     assert len(answered) == PROMPTS - 2 * BATCH
+    run(tmp_path / "whole")
+    assert content(begun) == content(tmp_path / "whole")
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: Path) -> None:
+    """One line; what was stored stays, and with room the run goes on."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    kept = {part.name for part in (begun / storage.PARTS).iterdir()}
+    write = storage.write_manifest
+    monkeypatch.setattr(storage, "write_manifest", lambda *given: None)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(UserError, match="cannot be written.*run the same command again"):
+            run(begun)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert {part.name for part in (begun / storage.PARTS).iterdir()} == kept
+    monkeypatch.setattr(storage, "write_manifest", write)
+    run(begun)
     run(tmp_path / "whole")
     assert content(begun) == content(tmp_path / "whole")
 
@@ -245,11 +266,11 @@ def test_killed_import_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ]
     file.write_text("\n".join(map(json.dumps, rows)))
 
-    def stop(self: storage.Parts) -> None:
+    def stop(self: Parts) -> None:
         raise Stop
 
     with monkeypatch.context() as patch, pytest.raises(Stop):
-        patch.setattr(storage.Parts, "merge", stop)
+        patch.setattr(Parts, "merge", stop)
         import_answers(file, tiny.target(), WARM, tmp_path / "s")
     with pytest.raises(UserError, match="origin: imported then, generated now"):
         run(tmp_path / "s")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import random
 import socket
 import subprocess
 import threading
@@ -16,6 +15,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,11 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval.decoder.loop import Decoder
+from draftsmith.eval.servers import tools
 from draftsmith.train import endpoint, served
+from draftsmith.train.answering import Answering
 from draftsmith.train.endpoint import Endpoint
+from draftsmith.train.parts import Parts
 from draftsmith.train.prompts import Prompt, asked
 from draftsmith.train.samples import Samples, generate
 
@@ -40,6 +43,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short waits, and parts of three conversations."""
     monkeypatch.setattr(endpoint, "FIRST_WAIT", 0.001)
+    monkeypatch.setattr(endpoint, "LONGEST_WAIT", 0.01)
     monkeypatch.setattr(endpoint, "PROBE_TIMEOUT", 2.0)
     monkeypatch.setattr(served, "PART", 3)
 
@@ -54,6 +58,12 @@ def questions() -> list[Prompt]:
     later = ({"role": "user", "content": "y x"},)
     out = [asked(" ".join(LETTERS[i : i + 1 + i * 5 % 4]), "d") for i in range(COUNT)]
     return [Prompt(p.messages, None, "d", (later,) * (i % 3 == 0)) for i, p in enumerate(out)]
+
+
+@cache
+def copy_of(spec: str) -> Target:
+    """The server's own: its threads answer while the target here audits."""
+    return tiny.talker(seed=int(spec.rpartition("-")[2]))
 
 
 ANSWERS: dict[tuple[Any, ...], tuple[list[int], str]] = {}
@@ -71,18 +81,26 @@ def written(of: Target, body: dict[str, Any], tokens: int) -> tuple[list[int], s
         return ANSWERS[key]
 
 
-Fault = Callable[[int, dict[str, Any]], tuple[int, dict[str, Any] | None] | None]
+Failure = tuple[int, dict[str, Any] | bytes | None]
+Fault = Callable[[int, dict[str, Any]], Failure | None]
 
 
 class Fake:
     """A server of some kind. fault(request number, body): a status and reply instead of an answer;
-    status 0 hangs up. model: the one it serves; alters: what becomes of a right reply."""
+    status 0 hangs up, a reply of None is cut off. failed: the requests for an answer that got none.
+    model: the one it serves; alters: what becomes of a right reply."""
 
     def __init__(self, of: Target, kind: str = "vllm") -> None:
-        self.of, self.kind, self.model = of, kind, "tiny"
+        self.of, self.kind, self.model = copy_of(of.source.spec), kind, "tiny"
         self.fault: Fault = lambda number, body: None
         self.alters: Callable[[dict[str, Any]], dict[str, Any]] = lambda reply: reply
         self.bodies: list[dict[str, Any]] = []
+        self.failed: list[dict[str, Any]] = []
+
+    @property
+    def asked(self) -> list[dict[str, Any]]:
+        """Requests for an answer; others ask whether the server is there."""
+        return [body for body in self.bodies if body["max_tokens"] > 1]
 
     def reply(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         llama = path == "/completion"
@@ -107,11 +125,12 @@ def serving(fake: Fake, port: int = 0) -> Iterator[str]:
             pass
 
         def send(self, status: int, reply: Any) -> None:
-            content = json.dumps(reply).encode()
+            content = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            self.wfile.write(content)
+            if reply is not None:
+                self.wfile.write(content)
 
         def do_GET(self) -> None:
             owner = {"vllm": "vllm", "llama-server": "llamacpp"}.get(fake.kind, "me")
@@ -121,6 +140,8 @@ def serving(fake: Fake, port: int = 0) -> Iterator[str]:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             fake.bodies.append(body)
             failed = fake.fault(len(fake.bodies) - 1, body)
+            if failed is not None and body.get("max_tokens", 0) > 1:
+                fake.failed.append(body)
             if failed is None:
                 self.send(200, fake.alters(fake.reply(self.path, body)))
             elif failed[0]:
@@ -145,6 +166,10 @@ def sampled(
 
 def rows(samples: Samples) -> list[tuple[Any, ...]]:
     return [(s.ids, s.made, s.finish, s.key) for s in samples]
+
+
+def turns(samples: Samples) -> int:
+    return sum(len(s.spans) for s in samples)
 
 
 @pytest.fixture(scope="module")
@@ -191,14 +216,12 @@ def test_one_endpoint_for_several_runs(
 
 
 def troubled(seed: int) -> Fault:
-    """Every third request fails in some way, at seeded places."""
-    draw = random.Random(seed)
+    """Every third request fails, in one way after the other."""
     reply = {"error": "try again"}
+    ways: list[Failure] = [(429, reply), (500, reply), (0, None), (500, None), (503, reply)]
 
-    def fault(number: int, body: dict[str, Any]) -> tuple[int, dict[str, Any] | None] | None:
-        if number == 0 or draw.random() > 0.35:
-            return None
-        return draw.choice([(429, reply), (500, reply), (503, reply), (0, None)])
+    def fault(number: int, body: dict[str, Any]) -> Failure | None:
+        return ways[(number // 3 + seed) % len(ways)] if number % 3 == 1 else None
 
     return fault
 
@@ -207,30 +230,93 @@ def troubled(seed: int) -> Fault:
 def test_busy_and_failing(
     of: Target, tmp_path: Path, whole: list[tuple[Any, ...]], seed: int
 ) -> None:
+    """Every answer is had, each failure costs one more request, and none is asked for twice."""
     fake = Fake(of)
     fake.fault = troubled(seed)
     with serving(fake) as url:
-        assert rows(sampled(tmp_path / "s", of, url)) == whole
-    assert len(fake.bodies) > 1 + sum(sum(1 for _ in r[1]) > 0 for r in whole)
+        samples = sampled(tmp_path / "s", of, url)
+    assert rows(samples) == whole and fake.failed
+    assert len(fake.asked) == turns(samples) + len(fake.failed)
+
+
+PAGE = b"<html>starting</html>"
+
+
+@pytest.mark.parametrize("failure", [(429, {}), (502, PAGE), (200, PAGE)], ids=str)
+def test_a_server_that_is_away(
+    of: Target, tmp_path: Path, whole: list[tuple[Any, ...]], failure: Failure
+) -> None:
+    """More failures than any prompt has tries, though others are answered: none is given up."""
+    fake = Fake(of)
+    fake.fault = lambda n, body: failure if 6 <= n < 50 and body["max_tokens"] > 1 else None
+    with serving(fake) as url:
+        samples = sampled(tmp_path / "s", of, url)
+    assert rows(samples) == whole and "given_up" not in samples.manifest
 
 
 @pytest.mark.parametrize("dies_at", [2, 5, 9, 13])
 def test_a_server_that_dies(
-    of: Target, tmp_path: Path, whole: list[tuple[Any, ...]], dies_at: int
-) -> None:
-    """One line, what was answered stays, and going on gives the same samples."""
+    of: Target, tmp_path: Path, whole: list[tuple[Any, ...]], dies_at: int,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Waited for, told once, then one line. What was answered stays; only the rest is asked."""
+    monkeypatch.setattr(endpoint, "PATIENCE", 0.3)
+    monkeypatch.setattr(endpoint, "TELL", -1.0)
     fake = Fake(of)
     fake.fault = lambda number, body: (0, None) if number >= dies_at else None
     with serving(fake) as url, pytest.raises(UserError) as error:
         sampled(tmp_path / "s", of, url)
-    assert "no answer in 8 tries" in str(error.value) and "\n" not in str(error.value)
+    assert "run the same command: what is answered stays" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert capsys.readouterr().err.count("waiting up to") == 1
+    stored = set(Parts(tmp_path / "s").indices)
+    assert stored or dies_at < 9
     again = Fake(of)
     with serving(again) as url:
-        assert rows(sampled(tmp_path / "s", of, url)) == whole
-        turns = sum(1 + len(p.later) for p in questions())
-        assert len(again.bodies) < 1 + turns or dies_at < 5  # stored ones are not asked again
-        sampled(tmp_path / "s", of, url)  # complete: nothing is asked but the probe
-        assert len([b for b in again.bodies if b["max_tokens"] > 1]) <= turns
+        samples = sampled(tmp_path / "s", of, url)
+        assert rows(samples) == whole
+        left = [len(s.spans) for i, s in enumerate(samples) if i not in stored]
+        assert len(again.asked) == sum(left)
+        sampled(tmp_path / "s", of, url)
+        assert len(again.asked) == sum(left), "complete: nothing is asked but the probe"
+
+
+def test_a_failure_ends_it_at_once(of: Target, tmp_path: Path) -> None:
+    """Requests under way are not waited for: they may take minutes."""
+    fake, over = Fake(of), threading.Event()
+
+    def fault(number: int, body: dict[str, Any]) -> Failure | None:
+        if number == 1:
+            over.wait(10)
+        return (401, {"error": "no key"}) if number > 1 else None
+
+    fake.fault = fault
+    with serving(fake) as url:
+        began = time.monotonic()
+        with pytest.raises(UserError, match="401.*set DRAFTSMITH_API_KEY"):
+            sampled(tmp_path / "s", of, url)
+        assert time.monotonic() - began < 5
+        over.set()
+
+
+def test_the_time_left_counts_every_turn(
+    of: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When all are answered, nothing of the total is left."""
+    lines: list[Answering] = []
+
+    class Kept(Answering):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            lines.append(self)
+
+    monkeypatch.setattr(served, "Answering", Kept)
+    with serving(Fake(of)) as url:
+        sampled(tmp_path / "s", of, url)
+    assert lines[0]._finished == lines[0]._total
+
+
+# ---------------------------------------------------------------- answers that cannot be trusted
 
 
 def overflow(number: int, body: dict[str, Any]) -> tuple[int, dict[str, Any]] | None:
@@ -245,7 +331,9 @@ def other_tokens(reply: dict[str, Any]) -> dict[str, Any]:
 
 
 def broken_form(reply: dict[str, Any]) -> dict[str, Any]:
-    del reply["choices"][0]["finish_reason"]
+    """Of some prompts, however often they are asked."""
+    if reply["usage"]["prompt_tokens"] == 5:
+        del reply["choices"][0]["finish_reason"]
     return reply
 
 
@@ -265,18 +353,23 @@ def first_fine(alter: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[..
     ("kind", "fault", "alter", "reason"),
     [
         ("vllm", overflow, None, "longer than the server's context"),
-        ("other", None, other_tokens, "an answer that encodes to other tokens than were drawn"),
-        ("vllm", None, broken_form, "an answer of no known form"),
+        (
+            "other",
+            None,
+            first_fine(other_tokens),
+            "an answer that encodes to other tokens than were drawn",
+        ),
+        ("vllm", None, broken_form, "the server fails at it again and again"),
     ],
 )
 def test_answers_given_up(
     of: Target, tmp_path: Path, whole: list[tuple[Any, ...]], kind: str, fault: Any, alter: Any,
     reason: str, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """Dropped and counted; the rest stays what it is, and a resume asks none of them again."""
+    """Dropped and counted; the rest stays what it is."""
     fake = Fake(of, kind)
     fake.fault = fault or fake.fault
-    fake.alters = first_fine(alter) if alter else fake.alters
+    fake.alters = alter or fake.alters
     with serving(fake) as url:
         samples = sampled(tmp_path / "s", of, url)
         lost = samples.manifest["given_up"]
@@ -294,9 +387,28 @@ def test_a_prompt_that_always_fails(of: Target, tmp_path: Path) -> None:
     fake.fault = lambda n, body: (500, {}) if len(body["prompt"]) == 2 and n else None
     with serving(fake) as url:
         samples = sampled(tmp_path / "s", of, url)
-    assert list(samples.manifest["given_up"]) == [
-        "an answer that the server fails at again and again"
-    ]
+    assert list(samples.manifest["given_up"]) == ["the server fails at it again and again"]
+
+
+def test_what_was_given_up_is_asked_again(
+    of: Target, tmp_path: Path, whole: list[tuple[Any, ...]]
+) -> None:
+    """A run that goes on may meet a server in better health."""
+    fake = Fake(of)
+
+    def fault(number: int, body: dict[str, Any]) -> Failure | None:
+        return {5: (500, {}), 2: (401, {})}.get(len(body["prompt"]))
+
+    fake.fault = fault
+    with serving(fake) as url:
+        with pytest.raises(UserError, match="401"):
+            sampled(tmp_path / "s", of, url, concurrency=1)
+        assert list(Parts(tmp_path / "s").given_up.values()) == [
+            "the server fails at it again and again"
+        ]
+        fake.fault = lambda n, body: None
+        samples = sampled(tmp_path / "s", of, url)
+    assert rows(samples) == whole and "given_up" not in samples.manifest
 
 
 def test_a_slow_server(
@@ -313,21 +425,58 @@ def test_a_slow_server(
     fake.fault = sleeps
     with serving(fake) as url:
         samples = sampled(tmp_path / "s", of, url)
-    assert list(samples.manifest["given_up"]) == [
-        "an answer that the server fails at again and again"
-    ]
+    assert list(samples.manifest["given_up"]) == ["the server fails at it again and again"]
+
+
+NOT_OWN = "not this target's own"
 
 
 def test_another_model_behind_the_name(of: Target, tmp_path: Path) -> None:
-    """Told by the first part, not after a night; --foreign takes it, and says so."""
+    """Told by the first part, not after a night; --foreign takes it, and says so for good."""
     fake = Fake(tiny.talker(seed=1))
     with serving(fake) as url:
         with pytest.raises(UserError) as error:
             sampled(tmp_path / "s", of, url, Sampler(0.0))
-        assert "not this target's own" in str(error.value) and "\n" not in str(error.value)
+        assert NOT_OWN in str(error.value) and "\n" not in str(error.value)
         assert len(fake.bodies) < COUNT
-        samples = sampled(tmp_path / "s", of, url, Sampler(0.0), foreign=True)
-    assert samples.foreign and len(samples) == COUNT
+        assert Parts(tmp_path / "s").indices == []
+        samples = sampled(tmp_path / "f", of, url, Sampler(0.0), foreign=True)
+        assert samples.foreign and len(samples) == COUNT
+        with pytest.raises(UserError, match="foreign: True then, False now"):
+            sampled(tmp_path / "f", of, url, Sampler(0.0))
+        fake.model = "big"
+        with pytest.raises(UserError, match="server's model: tiny then, big now"):
+            sampled(tmp_path / "f", of, url, Sampler(0.0), foreign=True)
+
+
+def test_another_model_after_a_restart(of: Target, tmp_path: Path) -> None:
+    """The first answers of every call are audited, whatever is stored already."""
+    fake = Fake(of)
+    fake.fault = lambda number, body: (401, {}) if number >= 9 else None
+    with serving(fake) as url, pytest.raises(UserError, match="401"):
+        sampled(tmp_path / "s", of, url, Sampler(0.0))
+    stored = Parts(tmp_path / "s").indices
+    assert stored
+    with serving(Fake(tiny.talker(seed=1))) as url, pytest.raises(UserError, match=NOT_OWN):
+        sampled(tmp_path / "s", of, url, Sampler(0.0))
+    assert Parts(tmp_path / "s").indices == stored
+
+
+def test_another_model_that_fails_first(
+    of: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither prompts that were given up, nor an end before the first part, count as an audit."""
+    fake = Fake(tiny.talker(seed=1))
+    fake.fault = lambda n, body: (400, {"error": "context length"}) if 0 < n < 6 else None
+    with serving(fake) as url, pytest.raises(UserError, match=NOT_OWN):
+        sampled(tmp_path / "s", of, url, Sampler(0.0))
+    monkeypatch.setattr(served, "PART", 99)
+    fake = Fake(tiny.talker(seed=1))
+    fake.fault = lambda number, body: (401, {}) if number >= 9 else None
+    with serving(fake) as url, pytest.raises(UserError, match=NOT_OWN):
+        sampled(tmp_path / "t", of, url, Sampler(0.0))
+    for name in ("s", "t"):
+        assert Parts(tmp_path / name).indices == []
 
 
 def test_refusals(of: Target, tmp_path: Path) -> None:
@@ -355,6 +504,15 @@ def test_refusals(of: Target, tmp_path: Path) -> None:
             Endpoint.connect(url, of)
 
 
+def test_a_refusal_that_is_none_of_length(of: Target, tmp_path: Path) -> None:
+    """Not one prompt after the other given up: the request is wrong for all of them."""
+    fake = Fake(of)
+    said = "max_tokens exceeds the maximum of 8"
+    fake.fault = lambda n, body: (400, {"error": said}) if n else None
+    with serving(fake) as url, pytest.raises(UserError, match=said):
+        sampled(tmp_path / "s", of, url)
+
+
 # ---------------------------------------------------------------- faults that must be seen
 
 
@@ -378,11 +536,10 @@ def test_planted_text_that_is_trusted(
 
 def llama_server() -> Path:
     """The llama-server that `make servers` sets up; skips where there is none."""
-    root = Path.home() / ".cache" / "draftsmith" / "servers"
-    found = sorted(root.glob("**/llama-server")) if root.is_dir() else []
-    if not found:
-        pytest.skip(f"no llama-server below {root}: run `make servers`")
-    return found[0]
+    try:
+        return tools.llama_server()
+    except UserError as error:
+        pytest.skip(str(error))
 
 
 @pytest.mark.server

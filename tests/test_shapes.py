@@ -149,6 +149,13 @@ SHAPES = {
     "an array that was cut": Shape(
         b'[{"prompt": "a"}, {"prompt": "b"}, {"pro', [["a"], ["b"]], {"not JSON": 1}, "f.json"
     ),
+    "an array that was cut behind a comma": Shape(
+        b'[{"prompt": "a"}, ', [["a"]], {"not JSON": 1}, "f.json"
+    ),
+    "two arrays in one file": Shape(
+        b'[{"prompt": "a"}]\n[{"prompt": "b"}, {"prompt": "c"}]', [["a"]],
+        {"text behind the end of the array": 1}, "f.json",
+    ),
     "lines that were cut": Shape(
         b'{"prompt": "a"}\n{"prompt": "b\n{"prompt": "c"}', [["a"], ["c"]], {"not JSON": 1}
     ),
@@ -305,5 +312,5 @@ def test_planted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, fault: Any, shape: str
 ) -> None:
     monkeypatch.setattr(shapes, function, fault)
-    with pytest.raises((AssertionError, UserError, AttributeError, TypeError)):
+    with pytest.raises(AssertionError, match=r"^assert \[\["):  # other questions than are asked
         reads(tmp_path, SHAPES[shape])

@@ -38,6 +38,18 @@ def test_folder(tmp_path: Path) -> None:
     assert texts(read_suite(str(tmp_path / "a.json"))) == ["one"]
 
 
+def test_a_home_that_no_shell_has_filled_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a file, a folder and a mix, as of a source within one."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "set").mkdir()
+    write(tmp_path / "set" / "a.jsonl", [{"prompt": "one"}])
+    (tmp_path / "mix.yaml").write_text("- source: ~/set/a.jsonl\n")
+    for spec in ("~/set/a.jsonl", "~/set", "~/mix.yaml"):
+        assert texts(read_suite(spec)) == ["one"], spec
+
+
 def test_empty_folder_and_no_such_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the folder has no file of .jsonl"):
         read_suite(str(tmp_path))

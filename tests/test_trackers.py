@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 pytest.importorskip("datasets")
 
+import test_train
 import training
 from draftsmith.drafters.target import Target
 from draftsmith.train import __main__ as train
-from draftsmith.train import trackers
+from draftsmith.train import loop, trackers
 from draftsmith.train.checkpoint import read_metrics
+from draftsmith.train.recipe import load
 from training import World
 
 DEPTHS, K = 2, 3
@@ -120,6 +125,48 @@ def test_absent(
     assert (
         "\n" not in said and said.startswith("error: tracker: ") and f"pip install {name}" in said
     )
+
+
+def test_wandb_without_a_login(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Told before hours of answers, not after them."""
+
+    class Error(Exception):
+        pass
+
+    def login() -> None:
+        raise Error("api_key not configured\n(no-tty)")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(login=login, Error=Error))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(Target, "load", _never)
+    assert train.main([str(recipe(world, "no-login", "wandb"))]) == 2
+    said = capsys.readouterr().err.strip()
+    assert "\n" not in said and "(no-tty)" in said and "WANDB_MODE=offline" in said
+
+
+def test_a_run_that_goes_on_is_one_run_in_wandb(world: World) -> None:
+    opened: list[dict[str, Any]] = []
+    accelerator: Any = SimpleNamespace(
+        is_main_process=True, init_trackers=lambda project, values, own: opened.append(own["wandb"])
+    )
+    for name in ("resumed", "resumed", "another"):
+        chosen = load(recipe(world, name, "wandb"))
+        chosen.folder.mkdir(parents=True, exist_ok=True)
+        trackers.start(accelerator, chosen)
+    first, second, other = (how["id"] for how in opened)
+    assert first == second != other and {how["resume"] for how in opened} == {"allow"}
+
+
+def test_a_stopped_run_closes_its_trackers(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else wandb shows it as crashed."""
+    pytest.importorskip("tensorboard")
+    ends: list[int] = []
+    monkeypatch.setattr(Accelerator, "end_training", lambda self: ends.append(len(self.trackers)))
+    test_train.stop_after(monkeypatch, 2)
+    assert train.main([str(recipe(world, "stopped", "tensorboard"))]) == loop.STOPPED
+    assert ends == [1]
 
 
 def _never(*args: Any, **kwargs: Any) -> Any:

@@ -9,9 +9,12 @@ window) trains on without a sign of it, so runs are compared as bits, not as cur
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -57,6 +60,17 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
         return whole(self)
 
     monkeypatch.setattr(Trainer, "_step", stopped)
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """No file of this process grows beyond so many bytes, as on a disk that is full by then."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 # ---------------------------------------------------------------- a run
@@ -113,6 +127,23 @@ def test_the_best_checkpoint_serves_what_was_measured(
     monkeypatch.setattr(loop, "alone", lambda samples, indices, size: [[[i]] for i in indices])
     trainer._evaluate()
     assert trainer.tau == pytest.approx(max(taus), rel=1e-6)
+
+
+@pytest.mark.parametrize("cut", ["model.safetensors", "state.pt"])
+def test_a_full_disk(world: World, capsys: pytest.CaptureFixture[str], cut: str) -> None:
+    """One line, nothing half written; with room the same command goes on."""
+    changes = {"steps": 4, "save_every": 2}
+    whole = trained(world, "roomy", **changes)
+    path, folder = world.recipe(f"full-{cut}", **changes), world.folder(f"full-{cut}")
+    capsys.readouterr()
+    with largest_file((whole / "checkpoint-2" / cut).stat().st_size - 1):
+        assert train.main([str(path)]) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith(f"error: {folder / 'checkpoint-2'}: cannot be written")
+    assert "run the same command again" in said
+    assert not checkpoint.steps(folder) and not list(folder.glob(".writing-*"))
+    assert train.main([str(path)]) == 0
+    assert differences(whole, folder, 4) == []
 
 
 def test_rows_of_a_step_are_alike_in_a_micro_batch(

@@ -21,9 +21,10 @@ from draftsmith.drafters.source import resolve
 from draftsmith.drafters.target import Target
 from draftsmith.eval.decoder import loop
 from draftsmith.train import samples as train_samples
-from draftsmith.train import storage, template
+from draftsmith.train import template
 from draftsmith.train.conversation import Conversation
 from draftsmith.train.heldout import answered
+from draftsmith.train.parts import Parts
 from draftsmith.train.prompts import Prompt, Unusable, asked
 from draftsmith.train.reader import Sample, Samples
 from draftsmith.train.samples import encode_fitting, generate
@@ -154,11 +155,11 @@ def test_later_turns_are_batched_by_length(tmp_path: Path, monkeypatch: pytest.M
 def test_resumed_between_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of, prompts = tiny.talker(REWRITES), talks()
     whole = made(tmp_path / "whole", of, prompts, Sampler(), 3)
-    add = storage.Parts.add
+    add = Parts.add
     for stop in range(3):
         count = 0
 
-        def dies(self: storage.Parts, values: dict[str, Any], at: int = stop) -> None:
+        def dies(self: Parts, values: dict[str, Any], at: int = stop) -> None:
             nonlocal count
             if count == at:
                 raise KeyboardInterrupt
@@ -166,7 +167,7 @@ def test_resumed_between_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             add(self, values)
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(storage.Parts, "add", dies)
+            patch.setattr(Parts, "add", dies)
             made(tmp_path / "again", of, prompts, Sampler(), 3)
     assert rows(made(tmp_path / "again", of, prompts, Sampler(), 4)) == rows(whole)
 

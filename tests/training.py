@@ -30,8 +30,9 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.recipes import card, export
 from draftsmith.train import __main__ as train
-from draftsmith.train import checkpoint, features, learner, ranks, storage
+from draftsmith.train import checkpoint, features, learner, ranks
 from draftsmith.train.loop import Trainer
+from draftsmith.train.parts import Parts
 from draftsmith.train.samples import generate
 from draftsmith.train.sources import read_prompts
 
@@ -179,14 +180,14 @@ def answer_together(
     index: int, target: str, prompts: str, folder: str, slow: bool = False, batch: int = 2
 ) -> None:
     """A process's part of answering; slow: it takes a while over each batch."""
-    add = storage.Parts.add
+    add = Parts.add
 
-    def slowly(self: storage.Parts, rows: dict[str, list[Any]]) -> None:
+    def slowly(self: Parts, rows: dict[str, list[Any]]) -> None:
         add(self, rows)
         time.sleep(0.2)
 
     if slow:
-        storage.Parts.add = slowly  # type: ignore[method-assign]
+        Parts.add = slowly  # type: ignore[method-assign]
     ranks.LOST = 10.0  # for a test's patience; they are idle in no step for so long
     try:
         with ranks.launched() as here:

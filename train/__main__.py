@@ -10,6 +10,7 @@ a disk that all of them share. A run goes on with any number of processes.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -48,11 +49,11 @@ def train(chosen: Recipe, target: Target | None = None) -> int:
     with launched() as ranks:
         if ranks.count > 1 and ranks.device.type != "cpu":
             torch.accelerator.set_device_index(ranks.local)
-        plan.check(chosen)
+        plan.check(chosen, prompts)
         with checkpoint.claimed(chosen) if ranks.main else nullcontext():
             ranks.meet()  # the folder is this launch's own
             target = target or Target.load(chosen.target, ranks.device, spread=chosen.device_map)
-            # Settings the target cannot take are told now, not after an hour of sampling.
+            # What configs alone do not tell of a drafter (another tokenizer), before it is sampled.
             family(chosen.drafter)(target, chosen.drafter_config())
             if chosen.adapt:
                 adapters.check(target, chosen.adapt)
@@ -64,7 +65,9 @@ def train(chosen: Recipe, target: Target | None = None) -> int:
             accelerator = _accelerator(chosen)
             trackers.start(accelerator, chosen)
             trainer = adapt.Adaptation if chosen.adapt else Trainer
-            return trainer(chosen, target, samples, accelerator).run()
+            code = trainer(chosen, target, samples, accelerator).run()
+            accelerator.end_training()  # of a run that SIGTERM stopped too
+            return code
 
 
 def _check_launch(chosen: Recipe) -> None:
@@ -76,6 +79,13 @@ def _check_launch(chosen: Recipe) -> None:
                 "drafter. Launch with --multi_gpu; a target that one device cannot hold is spread "
                 "by device_map: auto"
             )
+    # "no" is what accelerate launch sets where nobody asks for anything.
+    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if asked not in ("no", "bf16"):
+        raise UserError(
+            f"accelerate launch: --mixed_precision {asked} is not done here: it is bf16 where the "
+            "GPU has it, else fp32; leave it out"
+        )
     check_spread(chosen.device_map)
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.errors import NOT_WRITTEN, UserError, cannot_write
 from draftsmith.train import storage, trackers
 from draftsmith.train.recipe import Recipe, parse
 
@@ -87,10 +87,7 @@ def _claim(recipe: Recipe) -> None:
     own = {"recipe.yaml", "metrics.jsonl", "samples", *trackers.FOLDERS}
     if any(p.name not in own for p in folder.iterdir() if p.name[0] != "."):
         raise UserError(f"{folder}: not empty and no run of draftsmith; give another name")
-    try:
-        write(path, yaml.safe_dump(recipe.flat(), sort_keys=False))
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror}); change runs") from None
+    write(path, yaml.safe_dump(recipe.flat(), sort_keys=False))
 
 
 def save(
@@ -102,10 +99,15 @@ def save(
         return place
     scratch = folder / f".writing-{step}"
     shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir()
-    base.save(drafter, scratch, weights)
-    torch.save(state | {"step": step, "rng": rng_state()}, scratch / "state.pt")
-    publish(scratch, place)
+    try:
+        scratch.mkdir()
+        base.save(drafter, scratch, weights)
+        torch.save(state | {"step": step, "rng": rng_state()}, scratch / "state.pt")
+        publish(scratch, place)
+    except NOT_WRITTEN as error:
+        shutil.rmtree(scratch, ignore_errors=True)
+        remedy = "those before it are whole: make room, and run the same command again"
+        raise cannot_write(place, error, remedy) from None
     return place
 
 
@@ -175,8 +177,13 @@ class Metrics:
         write(self.path, "".join(json.dumps(m) + "\n" for m in kept))
 
     def write(self, **values: Any) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(values) + "\n")
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps(values) + "\n")
+        except OSError as error:
+            raise cannot_write(
+                self.path, error, "make room, and run the same command again"
+            ) from None
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -198,11 +205,15 @@ def learned(folder: Path, step: int) -> int:
 
 
 def write(path: Path, text: str) -> None:
-    """Replaces a file by `text` in one step, on disk when it returns."""
+    """Replaces a file by `text` in one step, on disk when it returns. Raises UserError."""
     scratch = path.with_name(f".{path.name}")
-    scratch.write_text(text)
-    _flush(scratch)
-    os.replace(scratch, path)
+    try:
+        scratch.write_text(text)
+        _flush(scratch)
+        os.replace(scratch, path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise cannot_write(path, error, "make room, or name another place") from None
 
 
 def _flush(path: Path) -> None:

@@ -5,19 +5,21 @@ vLLM returns the ids it drew (`return_token_ids`), llama-server does by its own 
 again: it is kept only if that gives as many tokens as the server counted, and reads as the same
 text; the rest is given up, and counted.
 
+A night's work meets a server that restarts, is busy, or dies. While it answers nobody every request
+waits, and none is lost; after PATIENCE the command ends. A prompt is given up only where the server
+fails at it and answers others.
+
 llama-server's quantised kernels round activations too: at T=0 its tokens are not always the argmax
 of the same weights read here, the audit refuses them, and --foreign takes them.
 """
 
 from __future__ import annotations
 
-import http.client
-import json
-import os
 import random
+import re
+import sys
 import threading
-import urllib.error
-import urllib.request
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,25 +28,19 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.train.prompts import Unusable
+from draftsmith.train.request import Away, Failed, Refused, fetch
 
 ANSWER_TIMEOUT = 900.0  # seconds: an answer that takes longer is asked for again
 PROBE_TIMEOUT = 20.0
-TRIES = 8  # of one request; the waits between them double, about 4 minutes in all
-FIRST_WAIT = 1.0  # seconds
-SLOW_TRIES = 2  # of a request that takes ANSWER_TIMEOUT
-BUSY = (408, 425, 429, 500, 502, 503, 504)  # worth another try
-KEY = "DRAFTSMITH_API_KEY"  # environment variable: the server's key, where it wants one
+PATIENCE = 1800.0  # seconds that a server may answer nobody: a large model loads within them
+TELL = 60.0  # seconds of those before a line says so
+FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds before another try; they double, and are jittered
+TRIES = 8  # of a request that the server fails at while it answers others: about 2 minutes
+SLOW_TRIES = 2  # of one that takes ANSWER_TIMEOUT
 # Cuts and penalties that a server may apply by default, switched off by name.
 NEUTRAL = {"min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-_LONG = ("context", "too long", "maximum", "exceed")  # words of a refusal for length
-
-
-class Refused(Exception):
-    """The server refuses a request, and would again."""
-
-    def __init__(self, status: int, said: str) -> None:
-        super().__init__(f"{status}: {said}")
-        self.status, self.said = status, said
+# How servers refuse a prompt for its length (llama-server, vLLM, SGLang, OpenAI).
+_LONG = re.compile(r"context[ _](length|size|window)|model length|longer than|too long", re.I)
 
 
 @dataclass
@@ -63,7 +59,14 @@ class Endpoint:
     ids: bool = True
 
     def __post_init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Before a run of `answer`s, which may come from several threads."""
         self.stopped = threading.Event()  # some thread failed: the others do not wait on
+        self._away_since: float | None = None  # nobody had an answer since
+        self._told = False
+        self._lock = threading.Lock()
 
     @classmethod
     def connect(
@@ -85,9 +88,9 @@ class Endpoint:
             self.ids = self._drawn(reply) is not None
         except Refused as error:
             raise UserError(
-                f"server {self.url}: refuses a prompt of token ids ({error}); {_hint(error)}"
+                f"server {self.url}: refuses a prompt of token ids ({error}); {error.hint}"
             ) from None
-        except (_Busy, KeyError, IndexError, TypeError, ValueError) as error:
+        except (Failed, KeyError, IndexError, TypeError, ValueError) as error:
             line = " ".join(str(error).split()) or type(error).__name__
             raise UserError(
                 f"server {self.url}: its first answer cannot be used ({line}); see its log"
@@ -105,47 +108,73 @@ class Endpoint:
     ) -> tuple[list[int], str]:
         """Token ids drawn after a prompt, the end token included, and why they end.
 
-        Busy, failing and slow servers are asked again, with growing waits. Raises Unusable for an
-        answer that cannot be had or trusted; UserError where the server is gone.
+        Raises Unusable for an answer that cannot be had or trusted; UserError where the server
+        refuses, or has answered nobody for PATIENCE.
         """
-        last = ""
-        slow = 0
-        for attempt in range(TRIES):
-            if self.stopped.is_set():
-                raise UserError("stopped")
+        stopped = self.stopped
+        tries = failures = slow = 0
+        while not stopped.is_set():
             try:
                 reply = self._ask(prompt, sampler, max_new_tokens, seed, ANSWER_TIMEOUT)
-                return self._read(reply, max_new_tokens)
+                found = self._read(reply, max_new_tokens)
+                self._answers()
+                return found
             except Refused as error:
-                if error.status in (400, 413, 422) and any(w in error.said for w in _LONG):
+                if error.status == 413 or (error.status in (400, 422) and _LONG.search(error.said)):
                     raise Unusable("longer than the server's context") from None
                 raise UserError(
-                    f"server {self.url}: refuses ({error}); {_hint(error)} (what is answered stays)"
+                    f"server {self.url}: refuses ({error}); {error.hint} (what is answered stays)"
                 ) from None
-            except _Busy as error:
-                last = str(error)
-                slow += error.slow
-                if slow == SLOW_TRIES:
-                    break
-                wait = FIRST_WAIT * 2**attempt * (0.5 + random.random())
-                if attempt + 1 < TRIES:
-                    self.stopped.wait(max(wait, error.wait))
+            except Failed as error:
+                fault = error
             except (KeyError, IndexError, TypeError, ValueError) as error:
-                raise Unusable("an answer of no known form", repr(error)) from None
-        if self._alive():
-            raise Unusable("an answer that the server fails at again and again", last)
-        raise UserError(
-            f"server {self.url}: no answer in {TRIES} tries ({last}); restart it and run again: "
-            "what is answered stays"
-        )
+                fault = Failed(f"an answer of no known form, {error!r}")
+            if isinstance(fault, Away) or not self._alive():
+                self._bear(fault)
+            else:
+                failures, slow = failures + 1, slow + fault.slow
+                if failures == TRIES or slow == SLOW_TRIES:
+                    raise Unusable("the server fails at it again and again", str(fault))
+            wait = min(LONGEST_WAIT, FIRST_WAIT * 2.0**tries) * (0.5 + random.random())
+            asked = fault.wait if isinstance(fault, Away) else 0.0
+            stopped.wait(max(wait, min(asked, PATIENCE)))
+            tries = min(tries + 1, 16)
+        raise UserError("stopped")
 
     def _alive(self) -> bool:
         """Whether it answers another request: then the prompt is at fault."""
+        hello = list(self.target.tokenizer("Hello").input_ids)
         try:
-            hello = list(self.target.tokenizer("Hello").input_ids)
-            return bool(self._ask(hello, Sampler(0.0), 1, 0, PROBE_TIMEOUT))
-        except (_Busy, Refused, ValueError, TypeError):
+            self._finish(self._ask(hello, Sampler(0.0), 1, 0, PROBE_TIMEOUT))
+        except (Failed, Refused, KeyError, IndexError, TypeError):
             return False
+        self._answers()
+        return True
+
+    def _answers(self) -> None:
+        with self._lock:
+            self._away_since, self._told = None, False
+
+    def _bear(self, fault: Failed) -> None:
+        """Says that a server which answers nobody is waited for; UserError after PATIENCE."""
+        with self._lock:
+            now = time.monotonic()
+            if self._away_since is None:
+                self._away_since = now
+            away = now - self._away_since
+            told, self._told = self._told, self._told or away > TELL
+        if away > PATIENCE:
+            raise UserError(
+                f"server {self.url}: no answer for {away / 60:.0f} minutes ({fault}); start it "
+                "again, and run the same command: what is answered stays"
+            )
+        if self._told and not told:
+            print(
+                f"server {self.url}: no answer for {away / 60:.0f} minutes ({fault}); waiting up "
+                f"to {PATIENCE / 60:.0f} for it (what is answered is stored)",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _ask(
         self, prompt: Sequence[int], sampler: Sampler, tokens: int, seed: int, timeout: float
@@ -167,20 +196,13 @@ class Endpoint:
         else:
             path = "/v1/completions"
             body |= {"max_tokens": tokens, "repetition_penalty": 1.0, "return_token_ids": True}
-        reply = json.loads(_http(self.url + path, body, timeout))
-        if not isinstance(reply, dict):
-            raise TypeError(f"{path} gives no object")
-        return reply
+        return fetch(self.url + path, body, timeout)
 
     def _read(self, reply: dict[str, Any], max_new_tokens: int) -> tuple[list[int], str]:
         """Ids and finish of a reply. Raises Unusable where they cannot be trusted."""
-        ids = self._drawn(reply)
-        if self.kind == "llama-server":
-            if reply.get("truncated"):
-                raise Unusable("longer than the server's context")
-            finish = {"eos": "stop", "limit": "length"}.get(reply["stop_type"], reply["stop_type"])
-        else:
-            finish = reply["choices"][0]["finish_reason"]
+        ids, finish = self._drawn(reply), self._finish(reply)
+        if self.kind == "llama-server" and reply.get("truncated"):
+            raise Unusable("longer than the server's context")
         if ids is None:
             ids = self._encoded_again(reply, finish)
         if finish == "stop" and not set(ids[-1:]) & set(self.target.eos_ids):
@@ -195,6 +217,13 @@ class Endpoint:
         if finish == "length" and len(ids) < max_new_tokens:
             raise Unusable("longer than the server's context")
         return ids, finish
+
+    def _finish(self, reply: dict[str, Any]) -> str:
+        """Why a reply ends, in OpenAI's words."""
+        if self.kind == "llama-server":
+            why = reply["stop_type"]
+            return {"eos": "stop", "limit": "length"}.get(why, why)
+        return reply["choices"][0]["finish_reason"]
 
     def _drawn(self, reply: dict[str, Any]) -> list[int] | None:
         """The token ids that the server says it drew; None where it tells text only."""
@@ -234,12 +263,12 @@ def identify(url: str, model: str | None = None) -> tuple[str, str, str]:
     if not url.startswith(("http://", "https://")):
         raise UserError(f"--server: {url} is no address; write http://HOST:PORT")
     try:
-        served = json.loads(_http(url + "/v1/models", None, PROBE_TIMEOUT))["data"]
+        served = fetch(url + "/v1/models", None, PROBE_TIMEOUT)["data"]
         names = [entry["id"] for entry in served]
         owner = str(served[0].get("owned_by", "")) if served else ""
     except Refused as error:
-        raise UserError(f"server {url}: /v1/models says {error}; {_hint(error)}") from None
-    except _Busy as error:
+        raise UserError(f"server {url}: /v1/models says {error}; {error.hint}") from None
+    except Failed as error:
         raise UserError(f"server {url}: no answer ({error}); start it, or check --server") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"server {url}: /v1/models is no list; is it OpenAI-compatible?") from None
@@ -249,42 +278,3 @@ def identify(url: str, model: str | None = None) -> tuple[str, str, str]:
         raise UserError(f"server {url}: serves {what} (it has {has}); name one by --model")
     kinds = {"llamacpp": "llama-server", "vllm": "vllm", "sglang": "sglang"}
     return url, model or names[0], kinds.get(owner, "other")
-
-
-# ---------------------------------------------------------------- HTTP
-
-
-class _Busy(Exception):
-    """No answer now; wait: seconds that the server asks for; slow: it took all its time."""
-
-    def __init__(self, reason: str, wait: float = 0.0, slow: bool = False) -> None:
-        super().__init__(reason)
-        self.wait, self.slow = wait, slow
-
-
-def _http(url: str, body: dict[str, Any] | None, timeout: float) -> bytes:
-    headers = {"Content-Type": "application/json"}
-    if key := os.environ.get(KEY):
-        headers["Authorization"] = f"Bearer {key}"
-    data = None if body is None else json.dumps(body).encode()
-    try:
-        with urllib.request.urlopen(
-            urllib.request.Request(url, data, headers), timeout=timeout
-        ) as reply:
-            return bytes(reply.read())
-    except urllib.error.HTTPError as error:
-        said = " ".join(error.read().decode(errors="replace").split())[:200]
-        if error.code not in BUSY:
-            raise Refused(error.code, said) from None
-        asked = error.headers.get("Retry-After", "")
-        raise _Busy(f"{error.code} {said}", float(asked) if asked.isdigit() else 0.0) from None
-    except (OSError, http.client.HTTPException) as error:  # refused, reset, slow, cut short
-        reason = getattr(error, "reason", error)
-        slow = isinstance(reason, TimeoutError)
-        raise _Busy(str(reason) or type(error).__name__, slow=slow) from None
-
-
-def _hint(error: Refused) -> str:
-    if error.status in (401, 403):
-        return f"set {KEY} to its key"
-    return "is the address right, and the server OpenAI-compatible?"

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,9 +16,9 @@ from draftsmith.drafters.target import Target
 from draftsmith.eval.decoder.text import Text
 from draftsmith.eval.report import label
 from draftsmith.train import storage
-from draftsmith.train.prompts import Prompt
+from draftsmith.train.prompts import Prompt, Unusable
 from draftsmith.train.samples import generate
-from draftsmith.train.template import encode
+from draftsmith.train.template import opening
 
 
 @dataclass
@@ -65,10 +66,16 @@ def also_trained_on(samples: Path, prompts: Sequence[Prompt], target: Target) ->
     if not (samples / storage.ROWS).is_dir():
         return None
     seen = set(storage.load(samples / storage.ROWS)["key"])
-    # Imported answers know their prompts by token ids; others may be of the first turn alone.
-    by_ids = [Prompt(None, tuple(ids), "").key for ids in encode(prompts, target)]
-    known = ({p.key, p.first_turn.key, key} for p, key in zip(prompts, by_ids, strict=True))
-    return sum(not seen.isdisjoint(keys) for keys in known)
+    return sum(not seen.isdisjoint(_keys(prompt, target)) for prompt in prompts)
+
+
+def _keys(prompt: Prompt, target: Target) -> set[str]:
+    """What samples may know a prompt by: imported ones by its token ids, others perhaps by its
+    first turn alone."""
+    keys = {prompt.key, prompt.first_turn.key}
+    with suppress(Unusable):  # it cannot be asked: no answer here stands for it
+        keys.add(Prompt(None, tuple(opening(prompt, target)), "").key)
+    return keys
 
 
 def slug(name: str) -> str:

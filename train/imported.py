@@ -12,6 +12,7 @@ from draftsmith.drafters.sampling import Sampler, not_applied
 from draftsmith.drafters.target import Target
 from draftsmith.train import record, storage
 from draftsmith.train.given import given_rows
+from draftsmith.train.parts import Parts
 from draftsmith.train.prompts import Prompt, Unusable
 from draftsmith.train.reader import Samples
 from draftsmith.train.rows import Fault, read_rows
@@ -51,7 +52,7 @@ def import_given(
 ) -> Samples:
     """Stores conversations with the answers they came with: foreign text, masked exactly.
 
-    prompts: whole conversations (`Reading(read="given")`). Answers longer than the target's
+    prompts: whole conversations (`Reading(given=True)`). Answers longer than the target's
     positions are skipped, with the rest that cannot be masked; tell gets the count. Raises
     UserError.
     """
@@ -80,7 +81,7 @@ def _stored(
         try:
             storage.check_disk(folder, bytes_needed)
             storage.write_manifest(folder, manifest)
-            parts = storage.Parts(folder)
+            parts = Parts(folder)
             held: list[dict[str, Any]] = []
             for index, row in enumerate(rows):
                 held.append(row | {"index": index})

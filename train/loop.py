@@ -94,7 +94,6 @@ class Trainer(Learner):
                     break
                 began += time.perf_counter() - aside
         self._say(f"{recipe.folder} is finished; {self._best_line()}")
-        self.accelerator.end_training()
         return 0
 
     def _cache_features(self) -> None:

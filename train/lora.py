@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.base import Drafter, read_weights
 from draftsmith.drafters.errors import UserError
 
 
@@ -52,7 +51,7 @@ class Lora:
 
     def check(self, path: Path) -> None:
         """Raises UserError unless a checkpoint's file holds these adapters, merged."""
-        stored = load_file(path)
+        stored = read_weights(path)
         for name, tensor in self.merged().items():
             if not torch.allclose(tensor.cpu(), stored[name], rtol=1e-4, atol=1e-6):
                 raise UserError(

@@ -131,15 +131,16 @@ def outlined_drafter(recipe: Recipe, target: Any) -> tuple[Drafter, int]:
     return drafter, sum(p.numel() for p in drafter.parameters() if p.requires_grad)
 
 
-def read_texts(recipe: Recipe) -> Texts:
-    """Raises UserError for samples or prompts that cannot be read."""
+def read_texts(recipe: Recipe, prompts: list[Prompt] | None = None) -> Texts:
+    """prompts: those read already. Raises UserError for samples or prompts that cannot be read."""
     if recipe.samples is not None:
         folder = Path(recipe.samples)
         manifest = storage.read_manifest(folder)
         samples = Samples(folder, manifest, storage.load(folder / storage.ROWS))
         made = int(samples.token_counts().sum())
         return Texts(folder, samples.lengths, samples.first_made, made, drawn=True)
-    prompts = read_suite(recipe.prompts, TRAIN) if recipe.prompts else product_prompts("train")
+    if prompts is None:
+        prompts = read_suite(recipe.prompts, TRAIN) if recipe.prompts else product_prompts("train")
     asked = torch.tensor([_about_tokens(p) for p in prompts])
     answers = torch.tensor([(1 + len(p.later)) * recipe.max_new_tokens for p in prompts])
     return Texts(recipe.folder, asked + answers, asked, int(answers.sum()), drawn=False)

@@ -17,6 +17,7 @@ import torch
 from draftsmith.drafters.errors import UserError
 from draftsmith.train import checkpoint, cost, features
 from draftsmith.train.outline import Outline, read_texts
+from draftsmith.train.prompts import Prompt
 from draftsmith.train.recipe import Recipe
 
 
@@ -38,12 +39,13 @@ class Plan:
     seconds: dict[str, float]
 
 
-def plan(recipe: Recipe, timed: bool = True) -> Plan:
+def plan(recipe: Recipe, timed: bool = True, prompts: list[Prompt] | None = None) -> Plan:
     """The plan of a recipe on this machine; timed False leaves times out, and measures nothing.
+    prompts: the recipe's, where the caller has read them.
 
     Raises UserError as `Outline` does, and for samples or prompts that cannot be read.
     """
-    outline, texts = Outline(recipe), read_texts(recipe)
+    outline, texts = Outline(recipe), read_texts(recipe, prompts)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     learned = recipe.steps * recipe.rows * recipe.accumulation * texts.row(recipe.length)
     return Plan(
@@ -62,9 +64,11 @@ def plan(recipe: Recipe, timed: bool = True) -> Plan:
     )
 
 
-def check(recipe: Recipe) -> None:
-    """Raises UserError where memory or disk cannot hold the plan; what a run has made counts."""
-    made = plan(recipe, timed=False)
+def check(recipe: Recipe, prompts: list[Prompt] | None = None) -> None:
+    """Raises UserError where memory or disk cannot hold the plan; what a run has made counts.
+    prompts: see `plan`.
+    """
+    made = plan(recipe, timed=False, prompts=prompts)
     need, free = sum(made.memory.values()), _free_memory(made.device, bool(recipe.device_map))
     if need > free:
         part = max(made.memory, key=lambda name: made.memory[name])

@@ -7,6 +7,7 @@ common ones; an unknown key is an error that names near ones.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Sequence
 from importlib.resources import files
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from draftsmith.drafters.base import DrafterConfig, family
 from draftsmith.drafters.errors import UserError
@@ -22,14 +23,12 @@ from draftsmith.drafters.sampling import NOT_APPLIED, Sampler
 from draftsmith.train.objective import LOSSES, Objective
 from draftsmith.train.weights import DepthWeights
 
+Spread = Literal["auto", "balanced", "balanced_low_0", "sequential"] | dict[str, int | str] | None
 DepthKind = Literal["constant", "geometric", "exponential", "dpace", "reach"]
 
 
 def _listed(value: Any) -> Any:
     return [] if value == "none" else [value] if isinstance(value, str) else value
-
-
-Spread = Literal["auto", "balanced", "balanced_low_0", "sequential"] | dict[str, int | str] | None
 
 
 def _bytes(value: Any) -> Any:
@@ -42,6 +41,7 @@ def _bytes(value: Any) -> Any:
 
 Trackers = Annotated[list[Literal["wandb", "tensorboard"]], BeforeValidator(_listed)]
 Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1)]
+Place = Annotated[str, AfterValidator(os.path.expanduser)]  # no shell has read a YAML file
 
 
 class Recipe(BaseModel):
@@ -50,13 +50,13 @@ class Recipe(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")  # the run lives in runs/NAME
-    runs: str = "runs"
+    runs: Place = "runs"
     target: str = "smollm2"  # hub id, folder, GGUF file, package:NAME, or smollm2
     device_map: Spread = None  # auto, or {module: device}: spreads a target no one device can hold
     drafter: str
 
-    samples: str | None = None  # a samples folder; None: the product's prompts are answered first
-    prompts: str | None = None  # a prompts file to answer instead of the product's own
+    samples: Place | None = None  # a samples folder; None: the product's prompts are answered first
+    prompts: Place | None = None  # a prompts file to answer instead of the product's own
     max_new_tokens: int = Field(default=192, ge=1)
     temperature: float = 1.0
     top_k: int = 0
@@ -65,7 +65,9 @@ class Recipe(BaseModel):
 
     depths: int = Field(default=3, ge=1)  # K: depths unrolled in training
     k: int = Field(default=4, ge=1)  # draft length at which replay tau chooses the checkpoint
-    start: str | None = None  # a drafter folder, ours or foreign, whose weights the run starts from
+    start: Place | None = (
+        None  # a drafter folder, ours or foreign, whose weights the run starts from
+    )
     lora: int | None = Field(default=None, ge=1)  # rank: train adapters of that drafter only
     adapt: int | None = Field(default=None, ge=1)  # rank: LoRA on the target: a new one, RUN/target
     adapt_lr: float = Field(default=2.5e-4, gt=0)  # of its adapters; the drafter's is lr
@@ -180,7 +182,7 @@ def find(path: str | Path) -> Path:
 def parse(raw: dict[str, Any], where: str) -> Recipe:
     """A Recipe from flat keys. Raises UserError for an unknown, missing or wrong one."""
     if not isinstance(raw.get("drafter"), str):
-        raise UserError(f"{where}: drafter: name a family (small, eagle, eagle1 or mtp)")
+        raise UserError(f"{where}: drafter: name a family, e.g. eagle or medusa")
     try:
         config = family(raw["drafter"]).Config
     except UserError as error:
@@ -215,11 +217,28 @@ def parse(raw: dict[str, Any], where: str) -> Recipe:
         _ = recipe.sampler
         _check_objective(recipe)
         _check_adapt(recipe)
-        if recipe.feature_dtype and recipe.feature_cache is None:
-            raise UserError("feature_dtype: no states are cached; set feature_cache too")
+        _check_read(recipe)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     return recipe
+
+
+def _check_read(recipe: Recipe) -> None:
+    """Raises UserError for a key that nothing would read beside the others."""
+    if recipe.samples and recipe.prompts:
+        raise UserError("prompts: nothing is asked where samples are given; leave one of them out")
+    readers: dict[str, tuple[str, Any]] = {
+        "eta": ("loss: lk", "lk" in recipe.losses),
+        "decay": ("depth_weights: geometric", recipe.depth_weights == "geometric"),
+        "span": ("depth_weights: exponential", recipe.depth_weights == "exponential"),
+        "feature_dtype": ("feature_cache", recipe.feature_cache),
+        **dict.fromkeys(("adapt_lr", "adapt_after", "adapt_weight"), ("adapt", recipe.adapt)),
+    }
+    for key, (reader, there) in readers.items():
+        default = Recipe.model_fields[key].default  # a run's recipe.yaml holds all of them
+        if not there and getattr(recipe, key) != default:
+            remedy = f"set {reader} too, or leave it out ({key}={default})"
+            raise UserError(f"{key}: is ignored without {reader}; {remedy}")
 
 
 def _check_adapt(recipe: Recipe) -> None:

@@ -13,6 +13,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.train import storage
+from draftsmith.train.parts import Parts
 from draftsmith.train.reader import Samples, dtype_name
 
 log = logging.getLogger(__name__)
@@ -20,14 +21,12 @@ log = logging.getLogger(__name__)
 
 def begun(target: Target, sampler: Sampler, origin: str) -> dict[str, Any]:
     """The manifest of samples whose rows are still to come."""
-    identity = target.identity()
     return {
         "format": storage.FORMAT,
         "state": "writing",
         "origin": origin,
         "foreign": False,
-        "target": identity,
-        "template_hash": identity["template_hash"],
+        "target": target.identity(),
         "dtype": dtype_name(target),
         "sampler": asdict(sampler),
         "seed": None,
@@ -56,12 +55,13 @@ def same_settings(folder: Path, stored: dict[str, Any], now: dict[str, Any]) -> 
 def _settings(manifest: dict[str, Any]) -> dict[str, Any]:
     """What decides the answers."""
     out = {f"target {k}": v for k, v in manifest["target"].items() if k != "spec"}
-    out |= {name: manifest.get(name) for name in ("origin", "dtype", "seed", "max_new_tokens")}
-    return out | manifest["sampler"] | {name: manifest.get(name) for name in ("prompts", "stop")}
+    out |= {f"server's {k}": v for k, v in (manifest.get("server") or {}).items()}
+    own = ("origin", "foreign", "dtype", "seed", "max_new_tokens", "prompts", "stop")
+    return out | manifest["sampler"] | {name: manifest.get(name) for name in own}
 
 
 def finish(
-    folder: Path, manifest: dict[str, Any], parts: storage.Parts, target: Target, audit: int
+    folder: Path, manifest: dict[str, Any], parts: Parts, target: Target, audit: int
 ) -> Samples:
     """Merges the parts, audits, completes the manifest."""
     rows, given_up = parts.merge()

@@ -131,11 +131,14 @@ def _array(content: bytes) -> Iterator[Row]:
             return
         yield f"row {count}", _row(value)
         at = _skip(text, at)
-        if text[at : at + 1] == ",":
-            at += 1
-        elif text[at : at + 1] != "]":
-            yield f"row {count + 1}", Fault("not JSON (the array is not closed)")
-            return
+        if text[at : at + 1] != ",":
+            break
+        at += 1
+    if text[at : at + 1] != "]":
+        yield f"row {count + 1}", Fault("not JSON (the array is not closed)")
+    elif _skip(text, at + 1) < len(text):
+        # Two files joined: what follows is not read, and may be most of it.
+        yield f"row {count + 1}", Fault("text behind the end of the array (write one array)")
 
 
 def _skip(text: str, at: int) -> int:

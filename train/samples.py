@@ -24,6 +24,7 @@ from draftsmith.train.checks import check_request, check_sizes, differences
 from draftsmith.train.conversation import Conversation
 from draftsmith.train.endpoint import Endpoint
 from draftsmith.train.packing import buckets
+from draftsmith.train.parts import Parts
 from draftsmith.train.prompts import Prompt, Unusable
 from draftsmith.train.ranks import ALONE, SEEN, Ranks
 from draftsmith.train.reader import Sample, Samples
@@ -66,11 +67,13 @@ def generate(
     goes on where it stopped when called again with the same arguments (batch_size and the number of
     processes may differ); a finished one is opened.
 
-    server: it answers, and the target here audits it: by the first answers, and at the end;
-    foreign=True leaves that out, and marks the samples. stop: strings that end an answer, besides
-    the end tokens (answers made here only). about: lines for stderr, printed once nothing more can
-    be refused. ranks: processes that call this together, on one disk; each answers its share, the
-    main one merges them. Raises UserError, all that can be told before anything is computed.
+    server: it answers, and the target here audits it: by the first answers of every call, and at
+    the end; foreign=True leaves that out, and marks the samples. While it answers nobody it is
+    waited for (see endpoint.py); prompts that it failed at are asked again by the next call. stop:
+    strings that end an answer, besides the end tokens (answers made here only). about: lines for
+    stderr, printed once nothing more can be refused. ranks: processes that call this together, on
+    one disk; each answers its share, the main one merges them. Raises UserError, all that can be
+    told before anything is computed.
     """
     folder = Path(folder)
     check_request(prompts, max_new_tokens, batch_size)
@@ -98,7 +101,7 @@ def generate(
             if ranks.main:
                 shutil.rmtree(folder / storage.PARTS, ignore_errors=True)
             return Samples.open(folder, target, audit=0)
-        parts = storage.Parts(folder)
+        parts = Parts(folder)
         talks = ranks.share(_to_answer(prompts, encoded, target, parts))
         ranks.meet()  # nobody stores before all have seen what is stored
         if server:
@@ -127,20 +130,20 @@ def _complete(folder: Path, manifest: dict[str, Any]) -> bool:
     return bool(stored["state"] == "complete")
 
 
-def _gathered(parts: storage.Parts, asked: set[int]) -> storage.Parts:
+def _gathered(parts: Parts, asked: set[int]) -> Parts:
     """The parts of all processes, with an answer to everything that was asked.
 
     Those of another node may take a while to show on a shared disk; UserError where they do not.
     """
     deadline = time.monotonic() + SEEN
-    while missing := asked.difference(parts.indices):
+    while missing := asked.difference(parts.indices, parts.given_up):
         if time.monotonic() > deadline:
             raise UserError(
                 f"{parts.folder}: {len(missing)} answers of other processes are not there; put it "
                 "on a disk that all nodes share, and run again"
             )
         time.sleep(0.2)
-        parts = storage.Parts(parts.folder.parent)
+        parts = Parts(parts.folder.parent)
     return parts
 
 
@@ -178,7 +181,7 @@ def encode_fitting(
 
 
 def _to_answer(
-    prompts: list[Prompt], encoded: list[list[int]], target: Target, parts: storage.Parts
+    prompts: list[Prompt], encoded: list[list[int]], target: Target, parts: Parts
 ) -> list[Conversation]:
     """Conversations that `parts` lacks: those with most turns first, then the longest.
 
@@ -200,7 +203,7 @@ def _answer(
     seed: int,
     batch_size: int,
     stop: Sequence[str],
-    parts: storage.Parts,
+    parts: Parts,
     prompts: int,
     shown: bool,
 ) -> None:

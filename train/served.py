@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from pathlib import Path
+from collections import deque
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 from draftsmith.drafters.errors import UserError
@@ -14,12 +15,15 @@ from draftsmith.train import storage
 from draftsmith.train.answering import Answering
 from draftsmith.train.conversation import Conversation
 from draftsmith.train.endpoint import Endpoint
+from draftsmith.train.parts import Parts
 from draftsmith.train.prompts import Unusable
 from draftsmith.train.reader import Samples
 
 log = logging.getLogger(__name__)
 
-PART = 32  # conversations stored together: what a kill loses at most
+PART = 32  # answered conversations stored together: what a kill loses at most
+
+_Held = tuple[Conversation, list[dict[str, Any]]]  # a conversation that ended, and its rows
 
 
 def answer_by(
@@ -28,47 +32,99 @@ def answer_by(
     sampler: Sampler,
     max_new_tokens: int,
     seed: int,
-    parts: storage.Parts,
+    parts: Parts,
     manifest: dict[str, Any],
 ) -> None:
     """Lets a server answer every turn of the conversations.
 
-    The first part is audited (see reader.py) unless the manifest says foreign: a server with
-    another model or sampler shows at once. Raises UserError; what is answered stays.
+    The first answers of every call are audited (see reader.py) before any is stored, unless the
+    manifest says foreign: a server with another model or sampler shows at once. Whatever ends the
+    call, conversations that were finished by then are kept. Raises UserError.
     """
-    endpoint.stopped.clear()
-    todo = iter(talks)
-    running: set[Future[list[dict[str, Any]]]] = set()
-    ended: list[list[dict[str, Any]]] = []
-    audited = manifest["foreign"] or bool(parts.indices)
+    endpoint.begin()
+    store = _Store(endpoint, parts, manifest)
+    todo, done = deque(talks), SimpleQueue[_Held | Exception]()
+    stopped = endpoint.stopped
+
+    def work() -> None:
+        while not stopped.is_set():
+            try:
+                talk = todo.popleft()
+            except IndexError:  # none is left
+                return
+            try:
+                done.put((talk, _hold(endpoint, talk, sampler, max_new_tokens, seed)))
+            except Exception as error:  # raised by the thread that waits for it
+                done.put(error)
+
+    # Daemons: a request under way may take minutes more, and nobody waits for it after a failure.
+    for _ in range(min(endpoint.concurrency, len(talks))):
+        Thread(target=work, daemon=True).start()
     total = len(talks) + len(set(parts.indices))
-    steps = sum(1 + len(talk.prompt.later) for talk in talks) * max_new_tokens
-    with (
-        Answering(total, total - len(talks), max(1, steps)) as progress,
-        ThreadPoolExecutor(endpoint.concurrency) as pool,
-    ):
+    steps = sum(map(_turns, talks)) * max_new_tokens
+    with Answering(total, total - len(talks), max(1, steps)) as progress:
         try:
-            while True:
-                while len(running) < 2 * endpoint.concurrency and (talk := next(todo, None)):
-                    running.add(pool.submit(_hold, endpoint, talk, sampler, max_new_tokens, seed))
-                if not running:
-                    break
-                done, running = wait(running, return_when=FIRST_COMPLETED)
-                for future in done:
-                    rows = future.result()
-                    ended.append(rows)
-                    progress.answered(sum(sum(row["made"]) for row in rows), max_new_tokens)
-                    progress.stored(1)
-                if len(ended) >= PART:
-                    if not audited:
-                        _audit(ended, manifest, parts.folder.parent, endpoint)
-                        audited = True
-                    _store(parts, ended)
+            for _ in talks:
+                found = done.get()
+                if isinstance(found, Exception):
+                    raise found
+                talk, rows = found
+                progress.answered(
+                    sum(sum(row["made"]) for row in rows), _turns(talk) * max_new_tokens
+                )
+                progress.stored(1)
+                store.add(rows)
         finally:
-            # The others give up their waits; what they hold is asked for again.
-            endpoint.stopped.set()
-            _store(parts, ended)
+            stopped.set()
+            while not done.empty():
+                if not isinstance(found := done.get(), Exception):
+                    store.add(found[1])
+            store.flush()
     log.info("%d tokens, %.0f tokens/s", progress.tokens, progress.rate)
+
+
+class _Store:
+    """Puts finished conversations on disk, PART at a time; the first ones once they are audited."""
+
+    def __init__(self, endpoint: Endpoint, parts: Parts, manifest: dict[str, Any]) -> None:
+        self.endpoint, self.parts, self.manifest = endpoint, parts, manifest
+        self.audited = manifest["foreign"]
+        self.refused = False
+        self.held: list[dict[str, Any]] = []
+        self.answered = 0  # conversations held that have an answer: others are nothing to audit
+
+    def add(self, rows: list[dict[str, Any]]) -> None:
+        """A finished conversation's rows. Raises UserError where an audit fails."""
+        self.held += rows
+        self.answered += bool(rows[0]["ids"])
+        if self.answered >= PART:
+            self.flush()
+
+    def flush(self) -> None:
+        """Stores what is held. Raises UserError, and stores none from then on, as `add`."""
+        rows, self.held, self.answered = self.held, [], 0
+        if not rows or self.refused:
+            return
+        answered = [row for row in rows if row["ids"]]
+        if answered and not self.audited:
+            self._audit(answered)
+        self.parts.add(storage.columns(rows))
+
+    def _audit(self, rows: list[dict[str, Any]]) -> None:
+        endpoint = self.endpoint
+        try:
+            Samples(self.parts.folder.parent, self.manifest, rows).prove(endpoint.target, 16)
+        except UserError as error:
+            self.refused = True
+            raise UserError(
+                f"{error} (server {endpoint.url}, model {endpoint.model}: serve the target as it "
+                "is loaded here, or mark the answers --foreign)"
+            ) from None
+        self.audited = True
+
+
+def _turns(talk: Conversation) -> int:
+    return 1 + len(talk.prompt.later)
 
 
 def _hold(
@@ -91,25 +147,3 @@ def _request_seed(seed: int, index: int, turn: int) -> int:
     """31 bits: what every server takes."""
     digest = hashlib.sha256(f"{seed} {index} {turn}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
-
-
-def _store(parts: storage.Parts, ended: list[list[dict[str, Any]]]) -> None:
-    rows = [row for each in ended for row in each]
-    if rows:
-        parts.add(storage.columns(rows))
-    ended.clear()
-
-
-def _audit(
-    ended: list[list[dict[str, Any]]], manifest: dict[str, Any], folder: Path, endpoint: Endpoint
-) -> None:
-    """Raises UserError where the first answers are not the target's own."""
-    rows = [row for each in ended for row in each if row["ids"]]
-    try:
-        Samples(folder, manifest, rows).prove(endpoint.target, 16)
-    except UserError as error:
-        ended.clear()
-        raise UserError(
-            f"{error} (server {endpoint.url}, model {endpoint.model}: serve the target as it is "
-            "loaded here, or mark the answers --foreign)"
-        ) from None

@@ -67,11 +67,11 @@ def read_source(
     usable row.
     """
     reading = reading or Reading()
-    path = Path(os.path.abspath(os.path.expanduser(spec)))
+    path = Path(os.path.expanduser(spec))  # unlike pathlib's it never raises
     if path.is_dir():
-        return _folder(path, reading, tell)
+        return _folder(Path(os.path.abspath(path)), reading, tell)
     if path.exists() or suffix(path) in SUFFIXES or not HUB_ID.fullmatch(spec):
-        return read_prompts(Path(spec), reading, tell)
+        return read_prompts(path, reading, tell)
     _check_reachable(spec)
     return prompts_of(_data_set(spec, spec, reading), spec, _last(spec), reading, tell)
 
@@ -129,7 +129,8 @@ def prompts_of(
             if column is None or row.get(column) is None:
                 has = ", ".join(map(str, row)) or "nothing"
                 raise Unusable(f"has no {column or 'text to ask'}", f"it has {has}")
-            out.append(_with(_prompt(row, column, domain, reading), reading.template))
+            prompt = _prompt(row, column, domain, reading)
+            out.append(with_template(prompt, reading.template))
         except Unusable as error:
             skipped.add(error.reason, where, error.detail)
     total = len(out) + len(skipped)
@@ -164,10 +165,11 @@ def _split(problem: str) -> tuple[str, str]:
     return reason, detail.removesuffix(")")
 
 
-def _with(prompt: Prompt, template: dict[str, Any]) -> Prompt:
+def with_template(prompt: Prompt, template: dict[str, Any]) -> Prompt:
+    """The prompt with settings for its chat template; its own win."""
     if not template or prompt.messages is None:
         return prompt
-    settings = {**template, **prompt.template}  # a row's own win
+    settings = {**template, **prompt.template}
     return Prompt(prompt.messages, None, prompt.domain, prompt.later, settings)
 
 

@@ -3,7 +3,7 @@
     FOLDER/manifest.json    what the samples are; state "writing" until everything below is whole
     FOLDER/samples/         the rows (`datasets.load_from_disk` reads them): ids, made, finish,
                             domain, key
-    FOLDER/parts/           while writing: the batches that are finished
+    FOLDER/parts/           while writing: the batches that are finished (parts.py)
 
 Every file and folder appears under its name by one rename, after its bytes are on the disk.
 """
@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.errors import UserError, cannot_write
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -30,6 +30,7 @@ _BEGUN = ("origin", "foreign", "target", "dtype", "sampler")
 _WHOLE = ("samples", "tokens_made", "finish", "content_hash")
 FIELDS = {"writing": _BEGUN, "complete": _BEGUN + _WHOLE}
 COLUMNS = ("ids", "made", "finish", "domain", "key")
+ROOM = "make room, and run the same command again"  # the remedy for a full disk
 BROKEN = (OSError, ValueError, KeyError, TypeError)  # what datasets and pyarrow raise on bad files
 
 
@@ -67,14 +68,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Replaces the manifest in one step."""
+    """Replaces the manifest in one step. Raises UserError."""
     temp = folder / f"{MANIFEST}.tmp"
-    with temp.open("w", encoding="utf-8") as stream:
-        json.dump(manifest, stream, indent=1)
-        stream.write("\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temp, folder / MANIFEST)
+    try:
+        with temp.open("w", encoding="utf-8") as stream:
+            json.dump(manifest, stream, indent=1)
+            stream.write("\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temp, folder / MANIFEST)
+    except OSError as error:
+        raise cannot_write(folder / MANIFEST, error, ROOM) from None
 
 
 @contextmanager
@@ -136,16 +140,20 @@ def check_disk(folder: Path, need: int) -> None:
 
 
 def save(dataset: Any, folder: Path) -> None:
-    """Writes a dataset as `folder`, which appears whole or not at all."""
+    """Writes a dataset as `folder`, which appears whole or not at all. Raises UserError."""
     temp = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temp, ignore_errors=True)
-    dataset.save_to_disk(str(temp))
-    for file in temp.iterdir():
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
-    if folder.exists():
-        shutil.rmtree(folder)
-    os.rename(temp, folder)
+    try:
+        dataset.save_to_disk(str(temp))
+        for file in temp.iterdir():
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.rename(temp, folder)
+    except OSError as error:
+        shutil.rmtree(temp, ignore_errors=True)
+        raise cannot_write(folder, error, ROOM) from None
 
 
 def load(folder: Path, in_memory: bool = False) -> Any:
@@ -203,82 +211,3 @@ def content_hash(dataset: Any) -> str:
 def columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
     """Rows as {column: values}."""
     return {name: [row[name] for row in rows] for name in rows[0]}
-
-
-class Parts:
-    """The finished batches of a run that is still writing, each a small dataset of its own.
-
-    A row carries the `index` of its prompt; a conversation may take several rows, which then lie in
-    one part. A row without ids stands for a prompt that was given up, `finish` saying why. A part's
-    name holds its lowest index, so that several processes may add parts at once, its row count and
-    the start of its content hash, so that one cut short is told apart. Raises UserError for parts
-    that are broken, or answer a prompt twice.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder / PARTS
-        self.folder.mkdir(exist_ok=True)
-        self.indices: list[int] = []  # of the stored rows, in no order
-        seen: set[int] = set()
-        for part in self._paths():
-            rows = self._read(part)["index"]
-            if twice := seen.intersection(rows):
-                raise UserError(
-                    f"{part}: answers prompt {min(twice)} a second time; delete it and run again"
-                )
-            seen.update(rows)
-            self.indices += rows
-
-    def _paths(self) -> list[Path]:
-        return sorted(p for p in self.folder.iterdir() if p.suffix != ".tmp")
-
-    def _read(self, part: Path) -> Any:
-        # In memory: thousands of mapped files would exceed a process's limit of open files.
-        dataset = load(part, in_memory=True)
-        try:
-            _, rows, digest = part.name.split("-")
-            count = int(rows)
-        except ValueError:
-            raise UserError(f"{part}: is no part of these samples; move it away") from None
-        check(dataset, count, digest, part)
-        return dataset
-
-    def add(self, rows: dict[str, list[Any]]) -> None:
-        """Stores rows, {column: values} with `index` among the columns."""
-        datasets = library()
-        value = datasets.Value
-        features = datasets.Features(
-            {
-                "ids": datasets.Sequence(value("int32")),
-                "made": datasets.Sequence(value("bool")),
-                "finish": value("string"),
-                "domain": value("string"),
-                "key": value("string"),
-                "index": value("int64"),
-            }
-        )
-        dataset = datasets.Dataset.from_dict(rows, features=features)
-        digest = content_hash(dataset)[:16]
-        save(dataset, self.folder / f"{min(rows['index']):06d}-{len(dataset)}-{digest}")
-        self.indices += rows["index"]
-
-    def merge(self) -> tuple[Any, dict[str, int]]:
-        """Writes all rows that hold a text, in the order of their index, beside the parts.
-
-        Returns the dataset, and how many prompts were given up for which reason.
-        """
-        final = self.folder.parent / ROWS
-        whole = library().concatenate_datasets([self._read(part) for part in self._paths()])
-        sizes = [size for lengths, _ in chunks(whole, "ids") for size in lengths.tolist()]
-        order = sorted(range(len(sizes)), key=list(whole["index"]).__getitem__)
-        kept = [i for i in order if sizes[i]]
-        reasons = [why for why, size in zip(whole["finish"], sizes, strict=True) if not size]
-        lost = {reason: reasons.count(reason) for reason in sorted(set(reasons))}
-        if not kept:
-            why = ", ".join(f"{count} {reason}" for reason, count in lost.items())
-            raise UserError(f"samples {final.parent}: no prompt could be answered: {why}")
-        save(whole.select(kept).remove_columns("index"), final)
-        return load(final), lost
-
-    def remove(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)

@@ -14,6 +14,7 @@ none is asked twice. Which ones are taken is fixed by their content, not by thei
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -48,8 +49,9 @@ def read_suite(
 
     tell gets a line about each source: its column, rows used, rows skipped (default: the log).
     """
-    if Path(spec).suffix in (".yaml", ".yml"):
-        return _mix(Path(spec), reading or Reading(), tell)
+    path = Path(os.path.expanduser(spec))
+    if path.suffix in (".yaml", ".yml"):
+        return _mix(path, reading or Reading(), tell)
     return read_source(spec, reading, tell)
 
 

@@ -15,17 +15,20 @@ Both get the same keys, at the run's step; runs/NAME/metrics.jsonl holds the sam
     KIND/step, KIND/tokens   of both kinds: optimizer steps, positions learned from so far
 
 wandb writes into runs/NAME/wandb (WANDB_MODE=offline needs no account), TensorBoard into
-runs/NAME/draftsmith: `tensorboard --logdir runs`.
+runs/NAME/draftsmith: `tensorboard --logdir runs`. A run that goes on is one run in wandb: its id
+there lies in runs/NAME/.wandb-id.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import secrets
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
-from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.errors import UserError, reason
 from draftsmith.train.recipe import Recipe
 
 PROJECT = "draftsmith"
@@ -33,10 +36,20 @@ FOLDERS = ("wandb", PROJECT)  # what trackers leave in a run's folder
 
 
 def check(recipe: Recipe) -> None:
-    """Raises UserError unless the recipe's trackers are installed."""
+    """Raises UserError unless the recipe's trackers are installed, and wandb lets us in."""
     for name in recipe.tracker:
         if importlib.util.find_spec(name) is None:
             raise UserError(f"tracker: {name} is not installed; pip install {name}, or leave it")
+    if "wandb" in recipe.tracker:
+        import wandb  # takes seconds
+
+        try:
+            wandb.login()  # does nothing where WANDB_MODE is offline or disabled
+        except wandb.Error as error:
+            raise UserError(
+                f"tracker: wandb cannot log in ({reason(error)}); run `wandb login`, or set "
+                "WANDB_MODE=offline"
+            ) from None
 
 
 def start(accelerator: Accelerator, recipe: Recipe) -> None:
@@ -45,8 +58,18 @@ def start(accelerator: Accelerator, recipe: Recipe) -> None:
         return
     plain = (bool, int, float, str)  # TensorBoard takes nothing else
     values = {k: v if isinstance(v, plain) else str(v) for k, v in recipe.flat().items()}
-    own = {"wandb": {"name": recipe.name, "dir": str(recipe.folder)}}
-    accelerator.init_trackers(PROJECT, values, own)
+    wandb: dict[str, Any] = {"name": recipe.name, "dir": str(recipe.folder)}
+    if accelerator.is_main_process:
+        wandb |= {"id": _wandb_id(recipe.folder), "resume": "allow"}
+    accelerator.init_trackers(PROJECT, values, {"wandb": wandb})
+
+
+def _wandb_id(folder: Path) -> str:
+    """The run's id in wandb. Random: a name may be taken again, an id of wandb's may not."""
+    path = folder / ".wandb-id"
+    if not path.is_file():
+        path.write_text(secrets.token_hex(4))
+    return path.read_text()
 
 
 def flat(values: dict[str, Any]) -> dict[str, float]:

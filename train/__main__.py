@@ -64,7 +64,7 @@ def train(chosen: Recipe, target: Target | None = None) -> int:
             accelerator = _accelerator(chosen)
             trackers.start(accelerator, chosen)
             trainer = adapt.Adaptation if chosen.adapt else Trainer
-            return trainer(chosen, target, samples, accelerator).run()
+            return trainer(chosen, target, samples, accelerator).run(ranks)
 
 
 def _check_launch(chosen: Recipe) -> None:

@@ -238,7 +238,15 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def load(folder: Path, target: Target) -> Drafter:
-    """The drafter stored in a folder, on the target's device.
+    """The drafter stored in a folder, as it is served: on the target's device, in its dtype.
+
+    Raises UserError as `read` does.
+    """
+    return read(folder, target).to(target.device, target.dtype).eval()
+
+
+def read(folder: Path, target: Target) -> Drafter:
+    """The drafter stored in a folder, its own weights in fp32, as they are trained.
 
     Raises UserError when it was made for another target, or its tensors are not exactly those
     that its config asks for.
@@ -256,7 +264,7 @@ def load(folder: Path, target: Target) -> Drafter:
     except UserError as error:
         raise UserError(f"{folder / 'config.json'}: {error}") from None
     load_weights(drafter, folder / "model.safetensors")
-    return drafter.to(target.device, target.dtype).eval()
+    return drafter
 
 
 def load_weights(drafter: Drafter, path: Path) -> None:

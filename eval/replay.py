@@ -250,20 +250,18 @@ def replay(
     block: under block verification, instead of token by token.
 
     One unroll serves all lengths where a depth does not depend on k; other families unroll per k.
+    A batch that is read when it is asked for is dropped before the next one is.
     """
-    read = list(batches)
-
-    def at(depths: int) -> list[Table]:
-        out: list[Table] = []
-        for batch in read:
-            out += tables(drafter, batch, depths, out[-1].prompt + 1 if out else 0)
-        return out
-
-    full = at(k) if drafter.depth_causal else None
-    out = {
-        j: summarise(full if full is not None else at(j), j, seed=seed, block=block)
-        for j in range(1, k + 1)
+    found: dict[int, list[Table]] = {
+        j: [] for j in ([k] if drafter.depth_causal else range(1, k + 1))
     }
+    biased = False
+    for batch in batches:
+        biased |= batch.foreign
+        for depths, of in found.items():
+            of += tables(drafter, batch, depths, of[-1].prompt + 1 if of else 0)
+        del batch
+    out = {j: summarise(found.get(j, found[k]), j, seed=seed, block=block) for j in range(1, k + 1)}
     for result in out.values():
-        result.biased = any(batch.foreign for batch in read)
+        result.biased = biased
     return out

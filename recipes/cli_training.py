@@ -141,14 +141,18 @@ def self_prompt(
 def plan(
     recipe: Annotated[str, typer.Argument(help="A recipe file, or a shipped recipe's name.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value ..")] = None,
+    processes: Annotated[
+        int, typer.Option(min=1, help="Processes of the launch; each adds its rows to a step.")
+    ] = 1,
 ) -> None:
     """What a recipe will take: parameters, memory, disk, tokens, time; from configs alone."""
     from draftsmith.train.plan import plan as make
     from draftsmith.train.plan import table
     from draftsmith.train.recipe import load
 
-    made = make(load(recipe, overrides or []))
-    shown = Table(title=f"{recipe} on {made.device}", title_justify="left")
+    made = make(load(recipe, overrides or []), processes=processes)
+    each = f", each of {processes} processes" if processes > 1 else ""
+    shown = Table(title=f"{recipe} on {made.device}{each}", title_justify="left")
     for name in ("", "part", "figure"):
         shown.add_column(name, justify="right" if name == "figure" else "left")
     for row in table(made):

@@ -335,6 +335,19 @@ def test_processes_share_the_work(copied: Copied) -> None:
     assert {f.name: f.read_bytes() for f in cache.folder.glob("*.safetensors")} == before
 
 
+def test_states_lie_on_one_device(copied: Copied, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target that is spread has its norm on another device than its states come out on."""
+    target, texts, cache = copied
+    norm, moved = target.norm, []
+
+    def elsewhere(x: torch.Tensor) -> Any:
+        return SimpleNamespace(to=lambda device: moved.append(device) or norm(x))
+
+    monkeypatch.setitem(target._parts, "norm", elsewhere)
+    batch = cache.fill(collate(texts, [[0]], LENGTH), [[0]])
+    assert moved == [batch.device] and isinstance(batch.features["normed"], torch.Tensor)
+
+
 def test_another_run_is_filling_it(copied: Copied) -> None:
     target, texts, cache = copied
     (cache.folder / "00001.safetensors").unlink()
@@ -367,6 +380,14 @@ def test_killed_while_it_is_filled(world: World) -> None:
 
 
 # ---------------------------------------------------------------- size and budget
+
+
+def test_the_budget_may_be_raised(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    """As its refusal says to; but whether states are stored decides their rounding."""
+    path = str(world.recipe("budget", steps=1, feature_cache="1GB"))
+    assert train.main([path]) == 0 and train.main([path, "feature_cache=2GB"]) == 0
+    assert train.main([path, "feature_cache=null"]) == 2
+    assert "holds another run (feature_cache: set there, None here)" in capsys.readouterr().err
 
 
 def test_beyond_the_budget(world: World, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,13 +28,13 @@ import tiny
 from draftsmith.drafters import batch as batch_module
 from draftsmith.drafters.base import Drafter, family
 from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.sampling import Sampler
+from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.eval import replay
 from draftsmith.train import objective as objective_module
 from draftsmith.train.objective import LOSSES, Objective, backward, denominator
 from draftsmith.train.packing import collate
 from draftsmith.train.reader import Sample, Samples
-from draftsmith.train.weights import DepthWeights, Running, Sums
+from draftsmith.train.weights import DepthWeights, Running, Sums, reached
 
 K = 3
 V = tiny.VOCAB
@@ -114,8 +114,14 @@ def run(
     tiny.target().read(batch, of.taps)
     of.zero_grad(set_to_none=True)
     total = denominator(batch, depths, objective) if total is None else total
-    sums = backward(of, batch, depths, objective, total, rows, running)
+    sums = backward(of, batch, depths, objective, total, rows, running, noise(len(batch.tokens)))
     return sums, grads(of)
+
+
+def noise(rows: int, step: int = 0, first: int = 0) -> Noise:
+    """That of a step's rows from its `first` on."""
+    places = torch.arange(first, first + rows)
+    return Noise(0, places, torch.full_like(places, step))
 
 
 def grads(of: Drafter) -> dict[str, Tensor]:
@@ -266,6 +272,7 @@ def statistics(t: Table, cut: Cut) -> dict[str, Tensor]:
     return {
         "alpha": overlap,
         "ratio": ratio.clamp(max=1.0) if cut[0] else overlap,
+        "likelihood": ours if cut[0] else overlap,
         "ce": -log_q.gather(1, label).squeeze(1),
         "kl": (kept * (torch.xlogy(p_raw, p_raw) - p_raw * log_q)).sum(1),
         "rkl": (q_raw * (log_q - log_p)).sum(1),
@@ -292,6 +299,33 @@ def per_cell(loss: str, s: dict[str, Tensor], t: Table, mix: Tensor | None = Non
     return s[loss]
 
 
+def cell_weights(weights: DepthWeights, t: Table, s: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Weights (n,) known beforehand, and those that follow from the drafter, by their papers."""
+    depth = torch.tensor(t.depth)
+    fixed = torch.ones(len(depth), dtype=torch.float64)
+    if weights.kind == "geometric":
+        fixed = weights.decay ** depth.double()
+    if weights.kind == "exponential":
+        fixed = torch.exp(-depth.double() / weights.span)
+    if weights.per == "sequence":  # a text counts 1 in all, however long it is
+        text = torch.tensor([cell[0] for cell in t.cells])
+        fixed = fixed / torch.zeros(len(TURNS)).double().index_add(0, text, fixed)[text]
+    moving = torch.ones_like(fixed)
+    with torch.no_grad():
+        if weights.kind == "reach":  # that all depths before it are accepted
+            whole = chains(t, s["ratio"])
+            for i, j in enumerate(t.depth):
+                moving[i] = whole[i - 1] if j else 1.0
+        if weights.kind == "dpace":  # sum over k >= j of prod over i <= k of (q_i + 1) / 2
+            whole = chains(t, (s["likelihood"] + 1) / 2)
+            for i, (text, a, j) in enumerate(t.cells):
+                later = [
+                    t.cells.index((text, a, k)) for k in range(j, K) if (text, a, k) in t.cells
+                ]
+                moving[i] = whole[later].sum()
+    return fixed, moving
+
+
 def expected(
     name: str, objective: Objective, cut: Cut, depths: int = K, mix: Tensor | None = None
 ) -> tuple[float, dict]:
@@ -313,9 +347,9 @@ def expected(
         loss = loss / total
     else:
         value = per_cell(objective.loss, s, t, mix)
-        weight = objective.weights.fixed(depths).double()[torch.tensor(t.depth)]
-        numerator = (weight * value).sum().item()
-        loss = (weight * value).sum() / weight.sum()
+        fixed, moving = cell_weights(objective.weights, t, s)
+        numerator = (fixed * moving * value).sum().item()
+        loss = (fixed * moving * value).sum() / fixed.sum()
     found = torch.autograd.grad(loss, list(t.leaves.values()), retain_graph=True, allow_unused=True)
     pairs = zip(t.leaves.items(), found, strict=True)
     return numerator, {n: torch.zeros_like(p) if g is None else g for (n, p), g in pairs}
@@ -432,17 +466,67 @@ def test_moving_weights_by_hand() -> None:
     torch.testing.assert_close(dpace, torch.tensor([[a + b + c, b + c, c], [0.7, 0.0, 0.0]]))
 
 
-@pytest.mark.parametrize("kind", ["dpace", "reach"])
-def test_moving_weights_keep_the_learning_rate(kind: str) -> None:
-    """Once their mean is known, the mean weight is 1, and the loss is a mean of the same cells."""
-    objective, running = Objective("kl", DepthWeights(kind)), Running.start(K)
-    first, _ = run("eagle", packed(), objective, running=running)
-    running.update(first)
-    again, _ = run("eagle", packed(), objective, running=running)
-    mean = first.factor / first.total
-    assert again.loss == pytest.approx(first.loss / mean, rel=1e-5)
-    plain, _ = run("eagle", packed(), Objective("kl", DepthWeights("constant")))
-    assert 0.5 < again.loss / plain.loss < 1.5 and first.loss / plain.loss != pytest.approx(1.0)
+MOVING = [
+    DepthWeights("dpace"), DepthWeights("reach"), DepthWeights("reach", per="sequence"),
+    DepthWeights(per="sequence"),
+]  # fmt: skip
+
+
+def check_weights(weights: DepthWeights, cut: Cut) -> None:
+    """Loss and gradients of a first step, and of one that knows the weights' mean."""
+    objective, running = Objective("tv", weights), Running.start(K)
+    batch = packed(sampler=Sampler(*cut))
+    value, theirs = expected("eagle-reduced", objective, cut)
+    t = table("eagle-reduced")
+    fixed, moving = cell_weights(weights, t, statistics(t, cut))
+    mean = float((fixed * moving).sum() / fixed.sum())
+    for divided in (1.0, mean):
+        sums, ours = run("eagle-reduced", batch, objective, running=running)
+        assert sums.loss == pytest.approx(value / divided, rel=1e-4)
+        assert distance(ours, {n: g / divided for n, g in theirs.items()}) < 2e-3
+        running.update(sums)
+
+
+@pytest.mark.parametrize("cut", [PLAIN, WIDE, GREEDY], ids=["plain", "cut", "greedy"])
+@pytest.mark.parametrize("weights", MOVING, ids=["dpace", "reach", "reach by text", "by text"])
+def test_weights_and_every_gradient(weights: DepthWeights, cut: Cut) -> None:
+    """Once the mean of weights that move is known, it is 1: the learning rate stays what it is."""
+    check_weights(weights, cut)
+
+
+def _learned(self: DepthWeights, ratio: Tensor, likelihood: Tensor, exists: Tensor) -> Tensor:
+    """Weights that are part of the loss."""
+    if self.kind == "reach":
+        return reached(ratio) * exists
+    chain = torch.cumprod((likelihood + 1) / 2, 1) * exists
+    return chain.flip(1).cumsum(1).flip(1)
+
+
+def _accepted(self: DepthWeights, ratio: Tensor, likelihood: Tensor, exists: Tensor) -> Tensor:
+    """The chance that a depth is accepted too, not only reached."""
+    return torch.cumprod(ratio.detach() if self.kind == "reach" else likelihood.detach(), 1)
+
+
+@pytest.mark.parametrize("fault", [_learned, _accepted])
+@pytest.mark.parametrize("weights", MOVING[:2], ids=["dpace", "reach"])
+def test_weights_planted(
+    weights: DepthWeights, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DepthWeights, "moving", fault)
+    with pytest.raises(AssertionError):
+        check_weights(weights, PLAIN)
+
+
+def test_a_replay_loss_leaves_the_mean_of_weights_alone() -> None:
+    """It reads no weights that move: after thirty steps of it, the next loss begins as a first."""
+    weights, running = DepthWeights("reach"), Running.start(K)
+    before, _ = run("eagle", packed(), Objective("replay", weights))
+    for _ in range(30):
+        running.update(before)
+    assert running.mean_factor == 1.0
+    sums, _ = run("eagle", packed(), Objective("kl", weights), running=running)
+    running.update(sums)
+    assert running.mean_factor == pytest.approx(sums.factor / sums.total)
 
 
 def test_curriculum_advances_by_alpha() -> None:
@@ -551,14 +635,41 @@ def test_regression_and_its_gradient() -> None:
 
 def test_noise_is_read_and_never_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Faults: noise on what states are compared with, on what replay reads, or none at all."""
-    monkeypatch.setattr(torch, "rand_like", torch.ones_like)  # noise is then its width, everywhere
-    check_features(0.3)
+
+    def ones(self: Noise, purpose: Any, position: Tensor, node: int) -> Tensor:
+        return torch.ones(len(self.rows), position.shape[1], dtype=torch.float64)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Noise, "uniform", ones)  # noise is then its width, everywhere
+        check_features(0.3)
     batch = tiny.target().read(packed(), ["normed"])
     clean = batch.features["normed"].clone()
-    monkeypatch.undo()
-    noise = Objective(feature_noise=0.3).noisy(batch).features["normed"] - clean
-    assert batch.features["normed"].equal(clean) and Objective().noisy(batch) is batch
-    assert 0.28 < noise.max() <= 0.301 and -0.301 <= noise.min() < -0.28 and noise.mean() < 0.02
+    added = noised(batch, noise(2))["normed"]
+    assert batch.features["normed"].equal(clean) and Objective().noisy(batch, None) is batch
+    assert 0.28 < added.max() <= 0.301 and -0.301 <= added.min() < -0.28
+    assert abs(added.mean()) < 0.02
+
+
+def noised(batch: Batch, by: Noise) -> dict[str, Tensor]:
+    """What is added to each feature."""
+    noisy = Objective(feature_noise=0.3).noisy(batch, by).features
+    return {tap: noisy[tap] - values for tap, values in batch.features.items()}
+
+
+def test_noise_is_a_rows_own() -> None:
+    """Neither padding, nor the rows beside it, nor the order of taps: a row's place in the step
+    decides, with the step, the position and the tap."""
+    target, taps = tiny.target(), [2, "normed"]
+    both = noised(target.read(packed(), taps), noise(2))
+    for place, row in enumerate(ROWS):
+        alone = noised(target.read(packed([row]), taps[::-1]), noise(1, first=place))
+        for tap, added in alone.items():
+            torch.testing.assert_close(added[0], both[tap][place, : added.shape[1]])
+    flat = [both["2"][0], both["2"][1], both["normed"][0]]
+    flat.append(noised(target.read(packed(), taps), noise(2, step=1))["2"][0])
+    for i, one in enumerate(flat):  # streams of their own: no two numbers alike
+        assert all(float((one - other).abs().mean()) > 0.15 for other in flat[:i])
+        assert float((one[1:] - one[:-1]).abs().mean()) > 0.15
 
 
 @pytest.mark.parametrize("shift", [-1, 1])

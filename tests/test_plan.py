@@ -96,6 +96,11 @@ def check_parameters(world: World, name: str, built: Any) -> None:
     ]
     assert made.memory["optimizer states"] == sum(t.numel() * t.element_size() for t in moments)
     assert made.memory["gradients"] == sum(p.numel() * p.element_size() for p in trained)
+    # The target's own, which some drafters share, count with it.
+    shared = {id(p) for p in real.target.parameters()}
+    own = [p for p in [*real.parameters(), *real.buffers()] if id(p) not in shared]
+    size = sum(p.numel() * p.element_size() for p in own)
+    assert made.memory["drafter weights"] == pytest.approx(size, rel=0.01)
 
 
 def built(chosen: recipe.Recipe) -> Any:
@@ -268,19 +273,56 @@ def test_flops_planted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         check_flops(world, "small")
 
 
-@pytest.mark.parametrize("drafter", ["eagle", "small"])
-def test_disk_and_tokens(world: World, drafter: str) -> None:
+@pytest.mark.parametrize(
+    ("drafter", "changes"), [("eagle", {}), ("small", {}), ("small", {"lora": 2})]
+)
+def test_disk_and_tokens(world: World, drafter: str, changes: dict[str, Any]) -> None:
     """Of a run that is made, the files and what was learned from."""
-    path = world.recipe(f"made-{drafter}", drafter)
+    name = "-".join(["made", drafter, *changes])
+    path = world.recipe(name, drafter, **changes)
     made = plan.plan(recipe.load(path))
     assert train.main([str(path)]) == 0
-    run = world.folder(f"made-{drafter}")
+    run = world.folder(name)
     files = [f for f in run.glob("checkpoint-*/*") if f.suffix in (".safetensors", ".pt")]
     size = sum(f.stat().st_size for f in files)
     other = 40_000 * len(checkpoint.steps(run))  # states of generators, the window, names
     assert made.disk["checkpoints"] <= size <= 1.05 * made.disk["checkpoints"] + other
     learned = checkpoint.read_metrics(run)[-1]["tokens"]
     assert made.tokens["learned"] == pytest.approx(learned, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "changes"), [("eagle", {}), ("small", {"lora": 2}), ("medusa", {"adapt": 4})]
+)
+def test_a_run_counts_as_its_plan_does(world: World, drafter: str, changes: dict[str, Any]) -> None:
+    """The disk that a run asks for as it starts: three checkpoints."""
+    chosen = recipe.load(world.recipe("counts", drafter, **changes))
+    target = Target.load(chosen.target)
+    kind = Adaptation if chosen.adapt else Trainer
+    run = kind(chosen, target, Samples.open(world.samples, target, 0), Accelerator())
+    assert 3 * run.checkpoint_size() == plan.plan(chosen).disk["checkpoints"]
+
+
+def test_processes_add_their_rows(world: World) -> None:
+    """Two learn in a step what one does from twice the rows, and answer or read half each."""
+    changes = {"samples": None, "prompts": str(world.prompts), "max_new_tokens": 24}
+    chosen = recipe.load(world.recipe("both", rows=1, feature_cache="1GB", **changes))
+    one, pair = (plan.plan(chosen, processes=count) for count in (1, 2))
+    twice = planned(world, "twice", "eagle", rows=2, feature_cache="1GB", **changes)
+    assert pair.tokens == twice.tokens and pair.features["online"] == twice.features["online"]
+    assert pair.passes == pytest.approx(twice.passes) == pytest.approx(2 * one.passes)
+    for part, share in (("training", 1), ("replays", 1), ("sampling", 2), ("features", 2)):
+        assert pair.seconds[part] == pytest.approx(one.seconds[part] / share)
+    assert pair.memory["optimizer states"] == one.memory["optimizer states"]
+
+
+def test_passes_are_those_of_the_stream(world: World) -> None:
+    made = planned(world, "passes", "eagle", steps=50)
+    samples = Samples.open(world.samples, Target.load(str(world.target)), audit=0)
+    stream = packing.Stream(samples, samples.split(5, 0)[0], 64, 0)
+    cursor = stream.take(Cursor(), 50 * 4)[1]
+    part = cursor.row / stream.rows_per_epoch(cursor.epoch)
+    assert made.passes == pytest.approx(cursor.epoch + part, rel=0.1)
 
 
 def test_sampling_is_planned_where_it_is_needed(world: World) -> None:

@@ -19,16 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerate.commands.config.config_args import load_config_from_file
+from filelock import FileLock
 from torch.distributed import HashStore
 
 pytest.importorskip("datasets")
 
+import test_train
 import training
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target import Target
 from draftsmith.train import __main__ as train
-from draftsmith.train import checkpoint, ranks, storage
+from draftsmith.train import checkpoint, features, learner, loop, ranks, storage
 from draftsmith.train.parts import Parts
 from draftsmith.train.ranks import Ranks
 from draftsmith.train.reader import Samples
@@ -207,12 +210,28 @@ def apart(one: Path, two: Path) -> float:
 
 
 def same(one: Path, two: Path) -> None:
-    """Weights and log to rounding; rows, in their order, exactly."""
+    """Weights and log to rounding; rows, in their order, exactly. AdamW divides out what scales all
+    gradients, so their norm is compared too."""
     assert apart(one, two) < 1e-3
     assert training.state(one, STEPS)["cursor"] == training.state(two, STEPS)["cursor"]
     for a, b in zip(metrics(one), metrics(two), strict=True):
         assert (a["kind"], a["step"], a["tokens"]) == (b["kind"], b["step"], b["tokens"])
-        assert b.get("loss", b.get("tau")) == pytest.approx(a.get("loss", a.get("tau")), rel=1e-3)
+        for key in {"loss", "tau", "alpha", "grad_norm"} & a.keys():
+            if not isinstance(a[key], str):  # a switch names its loss
+                assert b[key] == pytest.approx(a[key], rel=1e-3), key
+
+
+def test_gradients_twice_too_large_are_noticed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted fault, which leaves the weights where they were: all gradients are clipped."""
+    one, two = (world.folder(name) for name in ("clipped", "doubled"))
+    assert train.main([str(world.recipe("clipped", clip=0.01))]) == 0
+    monkeypatch.setattr(learner, "summed", lambda _, t: t if t.shape == (2,) else 2 * t)
+    assert train.main([str(world.recipe("doubled", clip=0.01))]) == 0
+    assert apart(one, two) < 1e-3
+    with pytest.raises(AssertionError, match="grad_norm"):
+        same(one, two)
 
 
 @pytest.mark.slow
@@ -230,6 +249,78 @@ def test_two_processes_train_like_one(
         assert ended(pair) == [0, 0], (tmp_path / f"{name}.0").read_text()
     same(whole(drafter), world.folder(f"pair-{drafter}"))
     assert apart(whole(drafter), world.folder(f"means-{drafter}")) > 1e-2
+
+
+MOVING: dict[str, Any] = {
+    "loss": ["kl", "lk"], "switch_alpha": [0.22], "depth_weights": "reach", "feature_noise": 0.1,
+    "rows": 1, "warmup": 0,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_processes_without_rows_measure_and_draw_as_one(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Begun by one process and ended by three, the third of which gets no row of a step's two: with
+    noise on features, a curriculum, LK, and weights that follow what the run measures.
+
+    Planted faults: each goes by its own measurements; noise by the row's place in its process.
+    """
+    assert train.main([str(world.recipe("moving", **MOVING))]) == 0
+    switched = [m["step"] for m in metrics(world.folder("moving")) if m["kind"] == "switch"]
+    assert 2 < switched[0] < STEPS
+    faults = {"alone": training.measures_alone, "numbers": training.numbers_its_own_rows}
+    for name, before in ({"together": None} | faults).items():
+        path = str(world.recipe(name, **MOVING))
+        with monkeypatch.context() as patch:
+            test_train.stop_after(patch, 2)
+            assert train.main([path]) == loop.STOPPED
+        three = training.launch(training.train_together, 3, tmp_path / name, [path], before)
+        assert ended(three) == [0, 0, 0], (tmp_path / f"{name}.0").read_text()
+    same(world.folder("moving"), world.folder("together"))
+    for name in faults:
+        with pytest.raises(AssertionError):
+            same(world.folder("moving"), world.folder(name))
+
+
+@pytest.mark.slow
+def test_a_cache_that_another_run_fills_is_told_by_all(world: World, tmp_path: Path) -> None:
+    """In one line each: the others wait where the main process gave up."""
+    path = str(world.recipe("cached", steps=1, feature_cache="1GB"))
+    assert train.main([path]) == 0
+    (shard,) = (world.samples / features.FOLDER).glob("*/*.safetensors")
+    shard.unlink()
+    shutil.rmtree(world.folder("cached"))
+    with FileLock(shard.with_name(".lock")):
+        impatient = training.impatient
+        pair = training.launch(training.train_together, 2, tmp_path / "log", [path], impatient)
+        assert ended(pair) == [2, 2]
+    words = [(tmp_path / f"log.{index}").read_text() for index in (0, 1)]
+    assert "another run is filling" in words[0] and "of this launch has ended" in words[1]
+    assert not any("Traceback" in said for said in words)
+
+
+class Broken:
+    """A process whose collectives fail."""
+
+    num_processes, process_index = 2, 0
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def reduce(self, tensor: Any, reduction: str) -> Any:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("shapes differ")]
+)
+def test_an_error_of_its_own_is_not_blamed_on_others(error: Exception) -> None:
+    with pytest.raises(type(error), match=str(error)):
+        ranks.summed(Broken(error), torch.ones(1))  # type: ignore[arg-type]
+    lost = torch.distributed.DistBackendError("NCCL: remote process exited")
+    with pytest.raises(UserError, match="another process of this launch has ended"):
+        ranks.summed(Broken(lost), torch.ones(1))  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import resource
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -236,13 +237,64 @@ def test_accumulation_changes_nothing(world: World, monkeypatch: pytest.MonkeyPa
     whole = trained(world, "at-once", rows=4, accumulation=1)
     assert apart(whole, trained(world, "one-by-one", rows=1, accumulation=4)) < 1e-3
 
-    def mean_of_means(self: Trainer, batch: Any, rows: Any, total: float) -> Any:
+    def mean_of_means(self: Trainer, batch: Any, rows: Any, noise: Any, total: float) -> Any:
         own = learner.denominator(batch, self.depths, self.objective)
-        return micro(self, batch, rows, max(own, 1.0) * self.recipe.accumulation)
+        return micro(self, batch, rows, noise, max(own, 1.0) * self.recipe.accumulation)
 
     micro = Trainer._micro
     monkeypatch.setattr(Trainer, "_micro", mean_of_means)
     assert apart(whole, trained(world, "means", rows=1, accumulation=4)) > 1e-2
+
+
+def test_noise_goes_by_the_row(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by how a step was cut. Planted fault: numbers that go by the place in a micro-batch."""
+
+    def cut(name: str, rows: int) -> Path:
+        return trained(world, name, "eagle1", rows=rows, accumulation=4 // rows, warmup=0)
+
+    whole = cut("noise-at-once", 4)
+    assert apart(whole, cut("noise-one-by-one", 1)) < 1e-3
+    noise = Trainer._noise
+    monkeypatch.setattr(Trainer, "_noise", lambda self, places: noise(self, range(len(places))))
+    assert apart(whole, cut("noise-by-batch", 1)) > 5e-3
+
+
+def test_tokens_learned_are_counted(world: World) -> None:
+    """Positions with a token to predict behind them, whatever they weigh; by hand."""
+    target = Target.load(str(world.target))
+    samples = train.Samples.open(world.samples, target, audit=0)
+    learn, _ = samples.split(5, 0)
+    rows, _ = Stream(samples, learn, 64, 0).take(Cursor(), 8)
+    wanted = 0
+    for sample in (samples[index] for row in rows for index in row):
+        made = sample.made[:64]
+        wanted += sum(a and b for a, b in zip(made, made[1:], strict=False))
+    weights: dict[str, Any] = {
+        "plain": {}, "by-text": {"per": "sequence"}, "late": {"depth_weights": [0, 0.5, 1]},
+    }  # fmt: skip
+    for name, changes in weights.items():
+        run = trained(world, f"counted-{name}", steps=2, save_every=2, log_every=1, **changes)
+        assert metrics(run)[-1]["tokens"] == wanted > 0, name
+
+
+def test_heldout_texts_are_read_batch_by_batch(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No batch's states are alive when the next one is read."""
+    target = Target.load(str(world.target))
+    chosen = train.recipe.load(world.recipe("batches", heldout=9))
+    samples = train.Samples.open(world.samples, target, audit=0)
+    trainer = Trainer(chosen, target, samples, _accelerator())
+    read, seen = Target.read, []
+
+    def watched(self: Target, batch: Any, *rest: Any) -> Any:
+        assert all(before() is None for before in seen)
+        seen.append(weakref.ref(batch))
+        return read(self, batch, *rest)
+
+    monkeypatch.setattr(Target, "read", watched)
+    trainer._evaluate()
+    assert len(seen) == 3
 
 
 # ---------------------------------------------------------------- stopping and going on
@@ -309,6 +361,14 @@ def test_a_state_that_is_not_restored_is_noticed(
         patch.setattr(checkpoint, "restore", forgetful)
         assert train.main([str(path)]) == 0
     assert differences(whole, world.folder(name), STEPS)
+
+
+def test_fewer_devices_than_a_checkpoint_was_made_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[str, int]] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda of, index: given.append((of, index)))
+    checkpoint.set_rng_state(checkpoint.rng_state() | {"cuda": ["first", "second"]})
+    assert given == [("first", 0)]
 
 
 def test_a_finished_run_says_so(world: World, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 pytest.importorskip("datasets")
 
 import training
+from draftsmith.drafters import foreign
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.sampling import Sampler
+from draftsmith.drafters.target import Target
 from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, watch
 from draftsmith.train.loop import Trainer
 from draftsmith.train.recipe import load
+from draftsmith.train.samples import Samples, generate
+from draftsmith.train.sources import read_prompts
 from training import World, differences, metrics
 
 
@@ -46,6 +54,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"depth_weights": [0, 0, 0]}, "depth_weights: [0.0, 0.0, 0.0] sum to 0"),
     ({"depth_weights": [1, -1, 2]}, "depth_weights: [1.0, -1.0, 2.0] sum to 2"),
     ({"depth_weights": [1, 1]}, "depth_weights: 2 numbers for depths: 3"),
+    (
+        {"drafter": "small", "depth_weights": [0, 1, 1]},
+        "depth_weights: one row of a small drafter serves every depth, and kl counts it at the",
+    ),
     ({"loss": "rkl", "temperature": 0}, "loss: rkl is infinite at temperature 0"),
     ({"top_p": 0}, "top_p: 0.0 is outside (0, 1]"),
 ]
@@ -108,6 +120,45 @@ def test_start_from_a_drafter(world: World, capsys: pytest.CaptureFixture[str]) 
     assert "was made with draft_vocab: 32, the recipe has 16" in line
     line = error(capsys, world.recipe("small", "small", start=str(best)))
     assert "holds a drafter of family eagle" in line
+
+
+def check_masters(world: World, drafter: str, lora: int | None) -> None:
+    """Beside a bf16 target, as on a GPU, a run goes on from what `start` stores, bit for bit, and
+    a step that bf16 would round away moves it; the target stays as it is."""
+    name = f"masters-{drafter}"
+    if not world.folder(name).exists():
+        assert train.main([str(world.recipe(name, drafter, steps=1))]) == 0
+    best = world.folder(name) / "best"
+    path = world.recipe("tuned", drafter, start=str(best), lora=lora, lr=1e-6, warmup=0)
+    target = Target.load(str(world.target), dtype=torch.bfloat16)
+    samples = Samples.open(world.samples, target, audit=0)
+    made = Trainer(load(path), target, samples, Accelerator(cpu=True))
+    stored = training.weights(best.parent, 1)
+    for key, tensor in (made.lora.merged() if made.lora else made.drafter.weights()).items():
+        assert tensor.dtype == stored[key].dtype and torch.equal(tensor, stored[key]), key
+    assert {p.dtype for p in made.trained} == {torch.float32}
+    before = [p.clone() for p in made.trained]
+    made._step()
+    moved = [(p != q).float().mean() for p, q in zip(made.trained, before, strict=True)]
+    assert sum(share > 0.5 for share in moved) >= len(moved) / (2 if lora else 1)
+    assert target.dtype == torch.bfloat16
+
+
+MASTERS = [("eagle", None), ("eagle", 2), ("small", None)]
+
+
+@pytest.mark.parametrize(("drafter", "lora"), MASTERS)
+def test_a_start_is_trained_in_fp32(
+    world: World, monkeypatch: pytest.MonkeyPatch, drafter: str, lora: int | None
+) -> None:
+    """Planted fault: it is taken as it is served, in the target's dtype."""
+    bf16 = partial(torch.autocast, "cpu", torch.bfloat16)
+    monkeypatch.setattr(Accelerator, "autocast", lambda self: bf16())
+    check_masters(world, drafter, lora)
+    read = foreign.read
+    monkeypatch.setattr(foreign, "read", lambda path, of: read(path, of).to(of.dtype))
+    with pytest.raises(AssertionError):
+        check_masters(world, drafter, lora)
 
 
 # ---------------------------------------------------------------- watch-dogs
@@ -216,6 +267,44 @@ def test_early_stop(
     assert (folder / "best").resolve().name == "checkpoint-1"
     assert train.main([str(path)]) == 0
     assert checkpoint.steps(folder)[-1] == 3
+
+
+def test_a_deleted_checkpoint_is_forgotten(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log still holds its replay, until training goes on: it is neither the best one, nor a
+    reason to end."""
+    write, taus = Trainer._write, iter([1.0, 1.3, 1.2, 1.1, 1.4, 1.1])
+
+    def planted(self: Trainer, **values: Any) -> None:
+        if values["kind"] == "replay":
+            values["tau"] = next(taus)
+        write(self, **values)
+
+    monkeypatch.setattr(Trainer, "_write", planted)
+    path = world.recipe("deleted", steps=4, save_every=1, patience=2)
+    assert train.main([str(path)]) == 0
+    folder = world.folder("deleted")
+    assert checkpoint.steps(folder) == [1, 2, 3]
+    shutil.rmtree(folder / "checkpoint-3")  # it ended the run
+    assert train.main([str(path)]) == 0
+    assert checkpoint.steps(folder) == [1, 2, 3, 4]
+    assert (folder / "best").resolve().name == "checkpoint-3"
+    for step in (3, 4):
+        shutil.rmtree(folder / f"checkpoint-{step}")
+    target = Target.load(str(world.target))
+    again = Trainer(load(path), target, Samples.open(world.samples, target, audit=0), Accelerator())
+    assert again._resume() and again.step == 2
+    again._mark_best()
+    assert (folder / "best").resolve().name == "checkpoint-1" and not again._ended()
+
+
+def test_held_out_texts_must_take_a_verify_pass(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Answers of one token have no tau, and the first checkpoint would pass for the best."""
+    target, folder = Target.load(str(world.target)), world.root / "short"
+    generate(target, read_prompts(world.prompts), Sampler(), 1, folder)
+    line = error(capsys, world.recipe("short", samples=str(folder)))
+    assert "heldout: no answer of the 5 held-out conversations has two tokens" in line
 
 
 def test_patience_counts_from_the_best() -> None:

@@ -35,6 +35,7 @@ from draftsmith.train.loop import Trainer
 from draftsmith.train.parts import Parts
 from draftsmith.train.samples import generate
 from draftsmith.train.sources import read_prompts
+from draftsmith.train.weights import Sums
 
 DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle": {"taps": [1, 2, 4], "draft_vocab": 32},
@@ -176,6 +177,11 @@ def train_together(index: int, recipes: list[str], before: Callable[[], None] | 
     sys.exit(train.main([recipes[min(index, len(recipes) - 1)]]))
 
 
+def impatient() -> None:
+    """A process that is silent for 10 seconds is dead: for a test's patience."""
+    ranks.LOST = 10.0
+
+
 def answer_together(
     index: int, target: str, prompts: str, folder: str, slow: bool = False, batch: int = 2
 ) -> None:
@@ -188,7 +194,7 @@ def answer_together(
 
     if slow:
         Parts.add = slowly  # type: ignore[method-assign]
-    ranks.LOST = 10.0  # for a test's patience; they are idle in no step for so long
+    impatient()  # they are idle in no step for so long
     try:
         with ranks.launched() as here:
             generate(
@@ -301,6 +307,19 @@ def local_denominators() -> None:
         return whole
 
     learner.summed = own
+
+
+def measures_alone() -> None:
+    """Each process goes by its own acceptance: LK's mix, moving weights, the curriculum."""
+    Sums.reduced = lambda self, accelerator: self  # type: ignore[method-assign]
+
+
+def numbers_its_own_rows() -> None:
+    """Noise by a row's place in the process, not in the step."""
+    noise = Trainer._noise
+    Trainer._noise = lambda self, places: noise(  # type: ignore[method-assign]
+        self, range(len(places))
+    )
 
 
 def forgets_the_batch() -> None:

@@ -65,7 +65,7 @@ def train(chosen: Recipe, target: Target | None = None) -> int:
             accelerator = _accelerator(chosen)
             trackers.start(accelerator, chosen)
             trainer = adapt.Adaptation if chosen.adapt else Trainer
-            code = trainer(chosen, target, samples, accelerator).run()
+            code = trainer(chosen, target, samples, accelerator).run(ranks)
             accelerator.end_training()  # of a run that SIGTERM stopped too
             return code
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.causal_lm import CausalLM
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.sampling import Noise
 from draftsmith.drafters.source import Source, resolve
 from draftsmith.drafters.target import Target
 from draftsmith.train import checkpoint, watch
@@ -115,7 +116,7 @@ class Adaptation(Trainer):
         self.trained = [*self.heads, *adapters]
         return super()._step()
 
-    def _micro(self, batch: Batch, rows: list[list[int]], total: float) -> Sums:
+    def _micro(self, batch: Batch, rows: list[list[int]], noise: Noise, total: float) -> Sums:
         """Adds the gradients of heads and adapters; `total` divides both losses, as a token's KL
         stands beside the sum of its depths' losses in the paper.
 
@@ -123,9 +124,8 @@ class Adaptation(Trainer):
         size: AdamW would divide the factor out, but for a jolt where the adapters join.
         """
         if self.step < self.first:
-            return super()._micro(batch, rows, total)
+            return super()._micro(batch, rows, noise, total)
         recipe, target = self.recipe, self.target
-        self.drafter.train()
         with self.accelerator.autocast():
             with self.adapters.off():
                 old = target.read(batch, ()).final  # (B, T, H)
@@ -135,8 +135,9 @@ class Adaptation(Trainer):
             batch.final = new.detach()
             leaf = batch.features["normed"] = normed.detach().requires_grad_()
             sums = backward(
-                self.drafter, batch, self.depths, self.objective, total, recipe.chunk, self.running
-            )
+                self.drafter, batch, self.depths, self.objective, total, recipe.chunk, self.running,
+                noise,
+            )  # fmt: skip
             _, slope = divergence(target, old, new, judged(batch), self._rows)
         if not math.isfinite(sums.loss):
             watch.check_finite(self.step + 1, watch.inputs(self.drafter, batch))
@@ -153,13 +154,13 @@ class Adaptation(Trainer):
         """
         with self.accelerator.autocast():
             with self.adapters.off():
-                old = [batch.final for batch in self._read_heldout()]
+                old = [cast(Tensor, batch.final).cpu() for batch in self._read_heldout()]
             if merge:
                 self.adapters.merge()
             total, tokens = 0.0, 0
             for before, batch in zip(old, self._read_heldout(), strict=True):
-                assert before is not None and batch.final is not None
-                where = judged(batch)
+                assert batch.final is not None
+                where, before = judged(batch), before.to(batch.device)
                 total += divergence(self.target, before, batch.final, where, self._rows)[0]
                 tokens += int(where.sum())
         return {"kl": total / max(tokens, 1), "kl_tokens": tokens}
@@ -244,6 +245,10 @@ class Adaptation(Trainer):
         stored = self.place if self.place.exists() else self.scratch
         revision = resolve(str(stored.absolute())).revision
         self.target.become(Source(str(self.place), str(self.place), revision, "folder"))
+
+    def checkpoint_size(self) -> int:
+        adapters = sum(p.numel() for p in self.adapters.weights.values())
+        return super().checkpoint_size() + 4 * adapters
 
     def _publish(self) -> None:
         if self.accelerator.is_main_process and not self.place.exists():

@@ -55,8 +55,6 @@ class Adapters:
         inject(self.hf, names, rank)
         self.layers: dict[str, Any] = {name: self.hf.get_submodule(name) for name in names}
         self.weights = {n: p for n, p in self.hf.named_parameters() if p.requires_grad}
-        for parameter in self.weights.values():
-            parameter.data = parameter.data.float()
 
     @contextmanager
     def off(self) -> Iterator[None]:

@@ -36,6 +36,7 @@ from draftsmith.train.recipe import Recipe, parse
 # Keys that do not decide the weights: a run may go on with other values. (What the samples hold
 # is compared by content, wherever they lie.)
 _FREE = {"runs", "samples", "log_every", "tracker", "device_map"}
+_MOMENTS = 2 * 4  # bytes of AdamW's two fp32 moments of a number
 
 
 @contextmanager
@@ -72,9 +73,9 @@ def _claim(recipe: Recipe) -> None:
     path = folder / "recipe.yaml"
     if path.is_file() and steps(folder):
         # Parsed, so that keys which were not known then have their defaults.
-        before = parse(yaml.safe_load(path.read_text()), str(path)).flat()
-        now = recipe.flat()
-        keys = sorted((before.keys() | now.keys()) - _FREE)
+        before = _deciding(parse(yaml.safe_load(path.read_text()), str(path)))
+        now = _deciding(recipe)
+        keys = sorted(before.keys() | now.keys())
         differ = [key for key in keys if before.get(key) != now.get(key)]
         if differ:
             key = differ[0]
@@ -88,6 +89,19 @@ def _claim(recipe: Recipe) -> None:
     if any(p.name not in own for p in folder.iterdir() if p.name[0] != "."):
         raise UserError(f"{folder}: not empty and no run of draftsmith; give another name")
     write(path, yaml.safe_dump(recipe.flat(), sort_keys=False))
+
+
+def _deciding(recipe: Recipe) -> dict[str, Any]:
+    """The keys that decide the weights. A cache's size is none of them, but stored states are
+    rounded ones."""
+    keys = {key: value for key, value in recipe.flat().items() if key not in _FREE}
+    return keys | {"feature_cache": "set" if recipe.feature_cache else None}
+
+
+def size(stored: int, trained: int, adapters: int) -> int:
+    """Bytes of a checkpoint, about: the drafter's own, `stored` bytes of them, the moments of all
+    trained numbers, and those of them that are adapters (fp32) beside."""
+    return stored + _MOMENTS * trained + 4 * adapters
 
 
 def save(
@@ -162,8 +176,8 @@ def rng_state() -> dict[str, Any]:
 
 def set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
+    for index, of in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
+        torch.cuda.set_rng_state(of, index)  # there may be fewer devices now
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
 

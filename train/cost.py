@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from draftsmith.eval.replay import ROWS
-from draftsmith.train import features, storage
+from draftsmith.train import checkpoint, features, storage
 from draftsmith.train.outline import Outline, Texts
 from draftsmith.train.pace import Pace
 from draftsmith.train.recipe import Recipe
@@ -47,6 +47,8 @@ def memory(recipe: Recipe, outline: Outline, texts: Texts, device: torch.device)
     if outline.attends:
         heads = target.config.num_attention_heads
         acts += 5 * depths * recipe.rows * heads * recipe.length**2 // 2
+    # Of held-out texts, a batch at a time but each of them whole: states, and those of the draft.
+    held = REPLAYED * int(texts.lengths.max()) * H * (taps + 4 + (1 if shared else recipe.k))
     learned = int(tokens * texts.share)
     rows = min(recipe.chunk, learned * depths)
     training = _logits(rows // depths, rows, V, Vd)
@@ -55,10 +57,10 @@ def memory(recipe: Recipe, outline: Outline, texts: Texts, device: torch.device)
     laws = 7 * (recipe.chunk // depths) * V if outline.adapted else 0  # of both targets at a time
     parts = {
         "target weights": outline.target_size * target_dtype(outline, device).itemsize,
-        "drafter weights": FP32 * trained,
+        "drafter weights": outline.stored + FP32 * outline.adapters,
         "gradients": FP32 * trained,
         "optimizer states": 2 * FP32 * trained,
-        "features and activations": FP32 * (tokens * H * (taps + 4) + acts),
+        "features and activations": FP32 * max(tokens * H * (taps + 4) + acts, held),
         "logits of one chunk": FP32 * max(training, replay, laws),
     }
     if outline.adapted:  # inputs and outputs of its linears, and half as much again, as above
@@ -78,8 +80,8 @@ def _logits(m: int, n: int, V: int, Vd: int) -> int:
 
 
 def disk(recipe: Recipe, outline: Outline, texts: Texts, device: torch.device) -> dict[str, int]:
-    # fp32 weights and two moments in each checkpoint
-    parts = {"checkpoints": checkpoints(recipe) * 3 * FP32 * outline.trained}
+    each = checkpoint.size(outline.stored, outline.trained, outline.adapters)
+    parts = {"checkpoints": checkpoints(recipe) * each}
     if not texts.drawn:
         parts["samples"] = storage.size(len(texts.lengths), texts.tokens)
     if recipe.adapt:
@@ -90,13 +92,18 @@ def disk(recipe: Recipe, outline: Outline, texts: Texts, device: torch.device) -
     return parts
 
 
+def read(recipe: Recipe, texts: Texts, processes: int) -> float:
+    """Tokens that all steps of all processes read."""
+    rows = recipe.rows * recipe.accumulation * processes  # a step
+    return recipe.steps * rows * texts.row(recipe.length)
+
+
 def states(
-    recipe: Recipe, outline: Outline, texts: Texts, device: torch.device
+    recipe: Recipe, outline: Outline, texts: Texts, device: torch.device, processes: int = 1
 ) -> dict[str, tuple[int, int]]:
     once = texts.epoch(recipe.length)
-    learned = recipe.steps * recipe.rows * recipe.accumulation * texts.row(recipe.length)
     taps, target = outline.drafter.taps, outline.target
-    options = {"online": (0, int(learned))}
+    options = {"online": (0, int(read(recipe, texts, processes)))}
     for dtype in dict.fromkeys((target_dtype(outline, device), torch.bfloat16)):
         each = features.token_bytes(taps, target.num_layers, target.hidden_size, dtype)
         options[_words(dtype)] = each * once, once
@@ -108,8 +115,10 @@ def _words(dtype: torch.dtype) -> str:
 
 
 def seconds(
-    recipe: Recipe, outline: Outline, texts: Texts, device: torch.device
+    recipe: Recipe, outline: Outline, texts: Texts, device: torch.device, processes: int = 1
 ) -> dict[str, float]:
+    """Of one process, what it waits for the others apart: they share texts that are read or
+    answered, and each has rows of its own in a step."""
     target = outline.target
     H, V = target.hidden_size, target.vocab_size
     inner = getattr(target.config, "intermediate_size", None) or 4 * H
@@ -126,12 +135,13 @@ def seconds(
     parts = {"training": recipe.steps * step, "replays": replays * batch}
     if recipe.feature_cache:
         once, rows = texts.epoch(recipe.length), int(recipe.rows * row)
-        parts = {"features": _reading(outline, once, row) / pace.matmul(rows)} | parts
+        parts = {"features": _reading(outline, once, row) / pace.matmul(rows) / processes} | parts
     if not texts.drawn:
         prompt = 2 * outline.target_body * (texts.tokens - texts.made) / pace.matmul(1024)
         draws = texts.made / BATCH  # decoding steps
         one_step = 2 * (outline.target_body + V * H) * BATCH / pace.matmul(BATCH)
-        parts = {"sampling": prompt + draws * (one_step + 2 * BATCH * V / pace.rowwise)} | parts
+        asked = prompt + draws * (one_step + 2 * BATCH * V / pace.rowwise)
+        parts = {"sampling": asked / processes} | parts
     return parts
 
 

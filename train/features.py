@@ -6,9 +6,9 @@
 
 HASH is taken over all that decides a state: target, tokenizer and template, precision, layers, the
 samples' content, their cut and order. So another target, tap or sample makes another cache, and
-runs that differ in loss or seed share one. A shard appears whole under its name, or not at all: a
-killed run goes on with the next. Held-out texts are not among them: replay, which chooses the
-checkpoint, is always of what the target computes.
+runs that differ in loss or seed share one: all texts are in it, for another seed holds out others.
+Replay, which chooses the checkpoint, is always of what the target computes. A shard appears whole
+under its name, or not at all: a killed run goes on with the next.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from draftsmith.drafters.target import Target
 from draftsmith.train import checkpoint, record, storage
 from draftsmith.train.packing import Cursor, Stream, collate, teaching
 from draftsmith.train.progress import CountLine
+from draftsmith.train.ranks import ALONE, Ranks
 from draftsmith.train.reader import Samples, dtype_name
 from draftsmith.train.recipe import Recipe
 
@@ -113,8 +114,10 @@ class FeatureCache:
 
     # ---------------------------------------------------------------- making it
 
-    def prepare(self, accelerator: Accelerator) -> None:
+    def prepare(self, accelerator: Accelerator, ranks: Ranks = ALONE) -> None:
         """Computes what is not there yet, each process its share, and proves what is there.
+
+        Processes wait for each other where waiting costs nothing (ranks.py): it may take hours.
 
         Raises UserError before anything is computed: beyond the budget or the disk, another run is
         writing there, a shard is broken; and for states that are not the target's.
@@ -134,9 +137,9 @@ class FeatureCache:
         if need:
             self._check_room(need)
         with self._claimed() if main and need else nullcontext():
-            accelerator.wait_for_everyone()
+            ranks.meet()  # the folder is this launch's own
             self._compute(accelerator)
-            accelerator.wait_for_everyone()
+            ranks.meet()
         for number in range(len(self.shards)):
             self._open(number)
         with accelerator.autocast():
@@ -225,7 +228,8 @@ class FeatureCache:
         with torch.no_grad():
             for tap in self.taps:
                 if tap == "normed":
-                    batch.features[tap] = self.target.norm(final)
+                    # A target that is spread may have its norm on another device.
+                    batch.features[tap] = self.target.norm(final).to(final.device)
                 elif tap == self.target.num_layers:
                     batch.features[str(tap)] = final
         return batch

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -19,10 +20,11 @@ from torch import nn
 from transformers import get_cosine_schedule_with_warmup
 
 from draftsmith.drafters.base import family
-from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.batch import Batch, align
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.sampling import Noise
 from draftsmith.drafters.target import Target
-from draftsmith.train import watch
+from draftsmith.train import checkpoint, watch
 from draftsmith.train.features import FeatureCache
 from draftsmith.train.lora import Lora
 from draftsmith.train.objective import LOSSES, Objective, backward, denominator
@@ -45,15 +47,14 @@ class Learner:
         self.recipe, self.target, self.accelerator = recipe, target, accelerator
         self.samples = samples
         self.learn, self.heldout = samples.split(recipe.heldout, recipe.seed)
-        if not self.learn:
-            raise UserError(
-                f"heldout: {recipe.heldout} of {len(samples)} conversations leaves none to train on"
-            )
+        self._check_heldout()
         set_seed(recipe.seed)  # every generator whose state a checkpoint holds
         wanted = getattr(recipe.drafter_config(), "draft_vocab", None)
         counts = token_counts(target, samples, self.learn, wanted)
         cls = family(recipe.drafter)
         self.drafter = fresh(recipe, target, counts)
+        self.drafter.eval()  # a draft model's dropout would go by how the rows were cut
+        self.stored = sum(t.numel() * t.itemsize for t in self.drafter.weights().values())  # bytes
         self.lora = Lora(self.drafter, recipe.lora) if recipe.lora else None
         self.drafter.to(accelerator.device)
         self.coverage = self.drafter.vocab.coverage(counts.to(accelerator.device))
@@ -95,20 +96,23 @@ class Learner:
         # Alike in a micro-batch, and in those that processes read at the same time; a step is a sum
         # over its rows in any order.
         rows.sort(key=self.stream.tokens, reverse=True)
-        mine = rows[accelerator.process_index :: accelerator.num_processes]
-        parts = [mine[i : i + recipe.rows] for i in range(0, len(mine), recipe.rows)]
+        places = range(accelerator.process_index, len(rows), accelerator.num_processes)
+        cuts = [places[i : i + recipe.rows] for i in range(0, len(places), recipe.rows)]
+        parts = [[rows[place] for place in cut] for cut in cuts]
         batches = [collate(self.samples, part, recipe.length) for part in parts]
-        # Learned positions, and the denominator of the whole global batch.
+        # The denominator of the whole global batch, and its learned positions. A process without
+        # rows sums up nothing, which torch would take for integers.
         local = torch.tensor(
             [sum(denominator(b, self.depths, self.objective) for b in batches),
-             sum(denominator(b, 1, self.objective) for b in batches)],
-            device=accelerator.device,
+             sum(int(align(b, 1).exists.sum()) for b in batches)],
+            dtype=torch.float32, device=accelerator.device,
         )  # fmt: skip
         total, learned = summed(accelerator, local).tolist()
         self.optimizer.zero_grad(set_to_none=True)
         sums = Sums.zero(self.depths)
-        for batch, part in zip(batches, parts, strict=True):
-            sums.add(self._micro(batch.to(accelerator.device), part, max(total, 1.0)))
+        for batch, part, cut in zip(batches, parts, cuts, strict=True):
+            here, noise = batch.to(accelerator.device), self._noise(cut)
+            sums.add(self._micro(here, part, noise, max(total, 1.0)))
         if accelerator.num_processes > 1:
             sums = sums.reduced(accelerator)
         for parameter in self.trained:
@@ -133,8 +137,13 @@ class Learner:
     def _logs(self, step: int) -> bool:
         return step % self.recipe.log_every == 0 or step == self.recipe.steps
 
-    def _micro(self, batch: Batch, rows: list[list[int]], total: float) -> Sums:
-        self.drafter.train()
+    def _noise(self, places: Sequence[int]) -> Noise:
+        """That of rows at those places in the step, whatever process reads them, beside whichever
+        others."""
+        rows = torch.tensor(places, device=self.accelerator.device)
+        return Noise(self.recipe.seed, rows, torch.full_like(rows, self.step))
+
+    def _micro(self, batch: Batch, rows: list[list[int]], noise: Noise, total: float) -> Sums:
         with self.accelerator.autocast():
             if self.features:
                 self.features.fill(batch, rows)
@@ -148,6 +157,7 @@ class Learner:
                 total,
                 self.recipe.chunk,
                 self.running,
+                noise,
             )
         if not math.isfinite(sums.loss):
             watch.check_finite(self.step + 1, watch.inputs(self.drafter, batch))
@@ -176,6 +186,20 @@ class Learner:
         self.step, self.tokens = state["step"], state["tokens"]
         self.running = Running(**state["running"])
         self.still = set(state["still"])
+
+    def checkpoint_size(self) -> int:
+        """Bytes of a checkpoint, about."""
+        trained = sum(p.numel() for p in self.trained)
+        return checkpoint.size(self.stored, trained, trained if self.lora else 0)
+
+    def _check_heldout(self) -> None:
+        """Raises UserError where replay could not tell checkpoints apart: no tau without a pass."""
+        texts = (collate(self.samples, [[i]], self.target.max_positions) for i in self.heldout)
+        if not any(bool(align(text, 1).exists.any()) for text in texts):
+            raise UserError(
+                f"heldout: no answer of the {len(self.heldout)} held-out conversations has two "
+                "tokens, so none takes a verify pass; raise heldout"
+            )
 
     def _check_replicas(self) -> None:
         """Raises UserError unless all processes begin alike: on a disk that nodes do not share, one

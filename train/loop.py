@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from types import FrameType
 from typing import Any
@@ -28,6 +29,7 @@ from draftsmith.train.features import FeatureCache
 from draftsmith.train.learner import Learner
 from draftsmith.train.packing import alone, collate
 from draftsmith.train.progress import ProgressLine
+from draftsmith.train.ranks import ALONE, Ranks
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples import Samples
 from draftsmith.train.weights import Sums
@@ -47,7 +49,7 @@ class Trainer(Learner):
         self.window = Sums.zero(self.depths)  # since the last line of the log
         self.stopping = False
 
-    def run(self) -> int:
+    def run(self, ranks: Ranks = ALONE) -> int:
         """Trains to the last step, or to SIGTERM; saves on either."""
         recipe = self.recipe
         resumed = self._resume()
@@ -59,7 +61,7 @@ class Trainer(Learner):
             self._say(f"{recipe.folder} is finished; {self._best_line()}")
             return 0
         if recipe.feature_cache:
-            self._cache_features()  # SIGTERM may end it: it goes on at the next shard
+            self._cache_features(ranks)  # SIGTERM may end it: it goes on at the next shard
         before = signal.signal(signal.SIGTERM, self._on_sigterm)
         try:
             return self._train(resumed)
@@ -96,11 +98,11 @@ class Trainer(Learner):
         self._say(f"{recipe.folder} is finished; {self._best_line()}")
         return 0
 
-    def _cache_features(self) -> None:
+    def _cache_features(self, ranks: Ranks) -> None:
         precision = self.accelerator.mixed_precision
         taps = self.drafter.taps
         self.features = FeatureCache(self.recipe, self.target, self.samples, taps, precision)
-        self.features.prepare(self.accelerator)
+        self.features.prepare(self.accelerator, ranks)
 
     def _tell_of_switch(self) -> None:
         self._say(
@@ -120,7 +122,7 @@ class Trainer(Learner):
 
     def _ended(self) -> bool:
         """Whether tau has stopped rising for as long as the recipe bears; says so."""
-        why = watch.falling(read_metrics(self.recipe.folder), self.recipe.patience)
+        why = watch.falling(self._lines(), self.recipe.patience)
         if self._any(why is not None and self.accelerator.is_main_process):
             self._say(f"step {self.step}: ended early: {why}; the best checkpoint is kept")
             return True
@@ -132,8 +134,13 @@ class Trainer(Learner):
                 f"step {self.step}: warning: never moved so far: {', '.join(sorted(self.still))}"
             )
 
+    def _lines(self) -> list[dict[str, Any]]:
+        """The log up to this step. It may go on: where the last checkpoint was damaged and deleted,
+        it still tells of it."""
+        return [m for m in read_metrics(self.recipe.folder) if m["step"] <= self.step]
+
     def _replays(self) -> list[dict[str, Any]]:
-        return [m for m in read_metrics(self.recipe.folder) if m["kind"] == "replay"]
+        return [m for m in self._lines() if m["kind"] == "replay"]
 
     def _best(self) -> dict[str, Any] | None:
         """The replay of the best checkpoint so far; the first one on ties."""
@@ -153,7 +160,6 @@ class Trainer(Learner):
     def _evaluate(self) -> None:
         """Replays the held-out conversations, and points `best` at the best checkpoint so far."""
         recipe = self.recipe
-        self.drafter.eval()
         with self.accelerator.autocast():
             found = replay(self.drafter, self._read_heldout(), recipe.k, recipe.seed)
         result = found[recipe.k]
@@ -177,13 +183,12 @@ class Trainer(Learner):
         )
         self._mark_best()
 
-    def _read_heldout(self) -> list[Batch]:
-        """The held-out conversations, read by the target."""
-        batches = []
+    def _read_heldout(self) -> Iterator[Batch]:
+        """The held-out conversations, each batch read by the target when it is asked for: their
+        states are large."""
         for rows in alone(self.samples, self.heldout, 4):
             batch = collate(self.samples, rows, self.target.max_positions)
-            batches.append(self.target.read(batch.to(self.accelerator.device), self.drafter.taps))
-        return batches
+            yield self.target.read(batch.to(self.accelerator.device), self.drafter.taps)
 
     def _log(self, norm: float, speed: float) -> None:
         window, self.window = self.window, Sums.zero(self.depths)
@@ -222,7 +227,7 @@ class Trainer(Learner):
 
     def _restore(self, state: dict[str, Any]) -> None:
         super()._restore(state)
-        taus = [m["tau"] for m in self._replays() if m["step"] <= self.step]
+        taus = [m["tau"] for m in self._replays()]
         self.tau = taus[-1] if taus else self.tau
         self.began -= state["seconds"]
         self.window = Sums(**state["window"])
@@ -258,7 +263,7 @@ class Trainer(Learner):
         recipe = self.recipe
         parameters = sum(p.numel() for p in self.trained)
         left = -(-(recipe.steps - self.step) // recipe.save_every)
-        need = left * 12 * parameters  # fp32 weights and two moments in each checkpoint
+        need = left * self.checkpoint_size()
         free = shutil.disk_usage(recipe.folder).free
         self._say(
             f"{recipe.drafter} drafter, {parameters:,} trained parameters "

@@ -68,12 +68,15 @@ def check_rank(key: str, adapted: Mapping[str, nn.Linear], rank: int) -> None:
 
 
 def inject(module: nn.Module, adapted: Mapping[str, nn.Linear], rank: int) -> None:
-    """Puts adapters on those linears of a module, by name, and freezes all else in it."""
+    """Puts adapters on those linears of a module, by name, in fp32, and freezes all else in it."""
     from peft import LoraConfig, inject_adapter_in_model  # slow to import, and rarely needed
 
     module.requires_grad_(False)
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(adapted))
     inject_adapter_in_model(config, module)
+    for parameter in module.parameters():
+        if parameter.requires_grad:  # of its linear's dtype until here
+            parameter.data = parameter.data.float()
 
 
 def linears(drafter: Drafter) -> dict[str, nn.Linear]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from draftsmith.drafters.base import Drafter, Guesses, Unroll
 from draftsmith.drafters.batch import Alignment, Batch, align
+from draftsmith.drafters.sampling import Noise, Purpose
 from draftsmith.eval.stats import Chunk, chunk_stats, chunks
 from draftsmith.train.passes import passes
 from draftsmith.train.weights import DepthWeights, Running, Sums, reached
@@ -112,14 +113,21 @@ class Objective:
         """LK's lambda (K,) = exp(-eta alpha_j), alpha measured over the last steps."""
         return torch.exp(-self.eta * running.mean_alpha)
 
-    def noisy(self, batch: Batch) -> Batch:
-        """The batch that the drafter reads: noise belongs to training, so replay never asks."""
+    def noisy(self, batch: Batch, noise: Noise | None) -> Batch:
+        """The batch that the drafter reads: noise belongs to training, so replay never asks.
+
+        noise: keyed by the rows' places in the step, so that a number depends neither on padding
+        nor on the rows that were read beside its own.
+        """
         if not self.feature_noise:
             return batch
-        noisy = {
-            tap: values + self.feature_noise * (2 * torch.rand_like(values) - 1)
-            for tap, values in batch.features.items()
-        }
+        assert noise is not None
+        noisy = {}
+        for number, tap in enumerate(sorted(batch.features)):
+            values = batch.features[tap]  # (B, T, H)
+            place = torch.arange(values[0].numel(), device=batch.device)  # t * H + channel
+            uniform = noise.uniform(Purpose.FEATURE, place.unsqueeze(0), number).view_as(values)
+            noisy[tap] = values + (self.feature_noise * (2 * uniform - 1)).to(values.dtype)
         return replace(batch, features=noisy)
 
 
@@ -136,15 +144,17 @@ def backward(
     total: float,
     rows: int,
     running: Running | None = None,
+    noise: Noise | None = None,
 ) -> Sums:
     """Adds d(numerator / total) to the drafter's gradients for a batch its target has read.
 
     total: the global batch's denominator. rows: (anchor, depth) rows whose logits are alive at a
     time; gradients do not depend on it beyond rounding. Head, divergence and their gradients run
     chunk by chunk into a leaf that stands for the unroll, which is then differentiated once.
-    running: the run's measurements; None = those of a first step.
+    running: the run's measurements; None = those of a first step. noise: what an objective with
+    feature_noise draws from.
     """
-    unroll = drafter.unroll(objective.noisy(batch), depths)
+    unroll = drafter.unroll(objective.noisy(batch, noise), depths)
     if isinstance(unroll, Guesses):
         raise TypeError(f"a drafter of family {drafter.family} has nothing to train")
     alignment = align(batch, depths)

@@ -71,10 +71,14 @@ class Outline:
             self.target = CausalLM(AutoModelForCausalLM.from_config(self.config))
             self.target.requires_grad_(False)
             self.drafter, self.trained = outlined_drafter(recipe, self.target)
+        # Bytes of the drafter as it is stored: whole, whatever share of it is trained.
+        self.stored = sum(t.numel() * t.itemsize for t in self.drafter.weights().values())
         self.adapted = list(adapters.linears(self.target).values()) if recipe.adapt else []
-        self.trained += sum(
+        of_target = sum(
             (recipe.adapt or 0) * (m.in_features + m.out_features) for m in self.adapted
         )
+        self.adapters = self.trained if recipe.lora else of_target  # numbers, among those trained
+        self.trained += of_target
         head = self.target.lm_head.weight
         self.target_size = _count(self.target)
         embeddings = {id(p): p.numel() for p in (head, self.target.embedding.weight)}

@@ -25,42 +25,52 @@ from draftsmith.train.recipe import Recipe
 class Plan:
     """memory and disk in bytes, seconds, by part; parts of memory are alive at the same time.
 
-    features: by where the target's states come from (online, or kept on disk in a dtype), the disk
-    that takes in bytes and the tokens that the target reads for all of training.
+    memory and seconds are of one of the `processes`. features: by where the target's states come
+    from (online, or kept on disk in a dtype), the disk that takes in bytes and the tokens that the
+    target reads for all of training. passes: how often that goes through the texts it learns from.
     """
 
     device: str
+    processes: int
     target_parameters: int
     drafter_parameters: int  # trained
     memory: dict[str, int]
     disk: dict[str, int]
     features: dict[str, tuple[int, int]]
     tokens: dict[str, int]
+    passes: float
     seconds: dict[str, float]
 
 
-def plan(recipe: Recipe, timed: bool = True, prompts: list[Prompt] | None = None) -> Plan:
+def plan(
+    recipe: Recipe, timed: bool = True, prompts: list[Prompt] | None = None, processes: int = 1
+) -> Plan:
     """The plan of a recipe on this machine; timed False leaves times out, and measures nothing.
-    prompts: the recipe's, where the caller has read them.
+
+    prompts: the recipe's, where the caller has read them. processes: how many a launch will have,
+    each on a device like this one.
 
     Raises UserError as `Outline` does, and for samples or prompts that cannot be read.
     """
     outline, texts = Outline(recipe), read_texts(recipe, prompts)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    learned = recipe.steps * recipe.rows * recipe.accumulation * texts.row(recipe.length)
+    learned, count = cost.read(recipe, texts, processes), len(texts.lengths)
+    once = texts.epoch(recipe.length) * max(count - recipe.heldout, 1) / count
     return Plan(
         _name(device),
+        processes,
         outline.target_size,
         outline.trained,
         cost.memory(recipe, outline, texts, device),
         cost.disk(recipe, outline, texts, device),
-        cost.states(recipe, outline, texts, device),
+        cost.states(recipe, outline, texts, device, processes),
         {
             "prompts": texts.tokens - texts.made,
             "answers": texts.made,
             "learned": int(learned * texts.share),
         },
-        cost.seconds(recipe, outline, texts, device) if timed else {},
+        learned / once,
+        cost.seconds(recipe, outline, texts, device, processes) if timed else {},
     )
 
 
@@ -128,6 +138,7 @@ def table(made: Plan) -> Sequence[tuple[str, str, str]]:
         for part, (size, tokens) in made.features.items()
     ]
     rows += [("tokens", part, f"{count:,}") for part, count in made.tokens.items()]
+    rows.append(("tokens", "passes over the texts learned from", f"{made.passes:.2f}"))
     rows += [("time", part, f"{s / 60:,.1f} min") for part, s in made.seconds.items()]
     rows.append(("time", "in all", f"{sum(made.seconds.values()) / 60:,.1f} min"))
     return rows

@@ -166,7 +166,10 @@ def summed(accelerator: Accelerator, tensor: Tensor) -> Tensor:
         return tensor
     try:
         return accelerator.reduce(tensor, reduction="sum")
-    except RuntimeError:  # gloo's and NCCL's have no closer class in common
+    except RuntimeError as error:
+        # NCCL's have a class of their own, gloo's only a word: out of memory is neither.
+        if not isinstance(error, torch.distributed.DistError) and "gloo" not in str(error):
+            raise
         raise _lost(accelerator.process_index, "another process") from None
 
 

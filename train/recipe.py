@@ -296,6 +296,13 @@ def _check_objective(recipe: Recipe) -> None:
             raise UserError(
                 f"depth_weights: {len(weights)} numbers for depths: {recipe.depths}; give one each"
             )
+        chained = any(LOSSES[loss].chained for loss in losses)
+        if weights[0] == 0 and family(recipe.drafter).rows_shared and not chained:
+            raise UserError(
+                f"depth_weights: one row of a {recipe.drafter} drafter serves every depth, and "
+                f"{losses[0]} counts it at the first, which weighs 0: nothing would be trained; "
+                "give that one a weight"
+            )
         if min(weights) < 0 or not 0 < sum(weights) < float("inf"):
             raise UserError(
                 f"depth_weights: {weights} sum to {sum(weights):g}; give numbers >= 0, one above 0"

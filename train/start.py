@@ -15,7 +15,8 @@ from draftsmith.train.recipe import Recipe
 
 def fresh(recipe: Recipe, target: Target, counts: Tensor) -> Drafter:
     """A new drafter, or the one stored in the recipe's `start`: ours, or one that another toolkit
-    published or a server loads (`foreign.load`), whose draft vocabulary is kept.
+    published or a server loads (`foreign.read`), whose draft vocabulary is kept. Its weights are
+    fp32 whatever the target's dtype: in bf16 most updates would be rounded away.
 
     Raises UserError where that one is of another family, or other settings than the recipe asks.
     """
@@ -23,7 +24,7 @@ def fresh(recipe: Recipe, target: Target, counts: Tensor) -> Drafter:
     if recipe.start is None:
         return family(recipe.drafter).create(target, config, counts)
     folder = Path(recipe.start)
-    drafter = foreign.load(folder, target)
+    drafter = foreign.read(folder, target)
     if drafter.family != recipe.drafter:
         raise UserError(
             f"start: {folder} holds a drafter of family {drafter.family}, the recipe asks for "
@@ -36,4 +37,4 @@ def fresh(recipe: Recipe, target: Target, counts: Tensor) -> Drafter:
                 f"start: {folder} was made with {key}: {stored[key]}, the recipe has "
                 f"{getattr(config, key)}; take that key out of the recipe"
             )
-    return drafter.train()
+    return drafter

@@ -26,7 +26,7 @@ class DepthWeights:
     exp(-j / span) (DFlash, arXiv 2602.06036); dpace (arXiv 2605.18810); reach, the chance that a
     round at this anchor comes to depth j; or one number for each depth.
 
-    per: "token", every cell alike, or "sequence", every text alike (DeepSpec).
+    per: "token", every cell alike, or "sequence", every conversation alike (DeepSpec).
     """
 
     kind: str | tuple[float, ...] = "geometric"
@@ -112,7 +112,8 @@ class Running:
     """What a run has measured lately; it lives in the checkpoint.
 
     alpha, cells (K,): decayed sums of acceptance and of cells per depth. factor, total: the same of
-    the moving weights and of the fixed ones. stage: which loss of the curriculum is at work.
+    the moving weights and of the fixed ones, over the steps whose loss reads weights that move.
+    stage: which loss of the curriculum is at work.
     """
 
     alpha: Tensor
@@ -129,8 +130,9 @@ class Running:
         """Takes in a step's sums over the global batch."""
         self.alpha = MEMORY * self.alpha + sums.alpha
         self.cells = MEMORY * self.cells + sums.cells
-        self.factor = MEMORY * self.factor + sums.factor
-        self.total = MEMORY * self.total + sums.total
+        if sums.factor:  # a replay loss takes its weights from the text
+            self.factor = MEMORY * self.factor + sums.factor
+            self.total = MEMORY * self.total + sums.total
 
     @property
     def mean_alpha(self) -> Tensor:

@@ -29,23 +29,31 @@ from draftsmith.drafters.target import Target
 
 
 def load(path: Path, target: Target) -> Drafter:
-    """The drafter in a folder or GGUF of any known format, on the target's device.
+    """The drafter in a folder or GGUF of any known format, as it is served: on the target's device,
+    in its dtype.
+
+    Raises UserError as `read` does.
+    """
+    return read(path, target).to(target.device, target.dtype).eval()
+
+
+def read(path: Path, target: Target) -> Drafter:
+    """The drafter in a folder or GGUF of any known format, its own weights in fp32.
 
     Raises UserError for a format or setting that draftsmith does not have, for tensors that are
     missing, left over or of another shape, and for another target's drafter.
     """
     about = files.config(path)
     if ours(about):
-        return base.load(path, target)
+        return base.read(path, target)
     reader = importlib.import_module(f"draftsmith.drafters.foreign.{_reader(path, about)}")
     if (card := _card(path)) is not None:
         base.check_target(path, card, target)
     try:
-        drafter = reader.read(path, about, target)
+        return reader.read(path, about, target)
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"{path}: {first['loc'][0]}: {first['msg']}; correct its config") from None
-    return drafter.to(target.device, target.dtype).eval()
 
 
 def ours(about: dict[str, Any]) -> bool:

@@ -23,6 +23,7 @@ from draftsmith.eval.walk import Walk
 
 TIE = 1e-3  # two logits closer than this are a tie in fp32
 Z_BOUND = 3.5
+FIXED = 1e-9  # a variance that is but rounding
 
 
 @dataclass
@@ -108,18 +109,20 @@ def compare(
         none: list[float | None] = [None] * (k + 1)
         return Parity(True, counted, expected, none, None, not splits, len(texts), ties, splits)
     variance = [float(sum(m.variance[i] for m in parts)) for i in range(k + 1)]
-    z: list[float | None] = []
-    equal = True
-    for count, mean, spread in zip(counted, expected, variance, strict=True):
-        if spread >= 1:
-            z.append((count - mean) / math.sqrt(spread))
-        elif spread > 1e-9:
-            z.append(_rare_z(count, mean))
-        else:  # nothing random is left: the counts must be the same
-            z.append(None)
-            equal = equal and abs(count - mean) < 1e-6
+    of = list(zip(counted, expected, variance, strict=True))
+    z = [z_score(*one) for one in of]
+    # Where nothing random is left the counts must be the same.
+    equal = all(abs(count - mean) < 1e-6 for count, mean, spread in of if spread <= FIXED)
     local = local_z(texts, tables, k, block)
     return Parity(False, counted, expected, z, local, equal, len(texts))
+
+
+def z_score(count: int, mean: float, variance: float) -> float | None:
+    """(count - mean) / sqrt(variance), by the tail of Poisson's law where the variance is below 1;
+    None where it is 0."""
+    if variance >= 1:
+        return (count - mean) / math.sqrt(variance)
+    return _rare_z(count, mean) if variance > FIXED else None
 
 
 def _rare_z(count: int, mean: float) -> float:

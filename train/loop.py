@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import FrameType
 from typing import Any
 
@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from draftsmith.drafters import base
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval.provenance import provenance
 from draftsmith.eval.replay import replay
@@ -152,11 +153,18 @@ class Trainer(Learner):
         return f"best is checkpoint-{best['step']}, replay tau {best['tau']:.3f} at k={best['k']}"
 
     def _evaluate(self) -> None:
-        """Replays the held-out conversations, and points `best` at the best checkpoint so far."""
+        """Replays the held-out conversations, and points `best` at the best checkpoint so far.
+
+        Logged beside tau: what it is on the same text where q's argmax is drafted, as servers do.
+        """
         recipe = self.recipe
         self.drafter.eval()
         with self.accelerator.autocast():
-            found = replay(self.drafter, self._read_heldout(), recipe.k, recipe.seed)
+            batches = self._read_heldout()
+            found = greedy = replay(self.drafter, batches, recipe.k, recipe.seed)
+            if not recipe.sampler.greedy:
+                argmax = [replace(batch, sampler=Sampler(0.0)) for batch in batches]
+                greedy = replay(self.drafter, argmax, recipe.k, recipe.seed)
         result = found[recipe.k]
         self.tau = result.tau
         biased = " (biased: not the target's own)" if result.biased else ""
@@ -172,6 +180,7 @@ class Trainer(Learner):
             tau_ci=list(result.tau_ci),
             alpha=result.alpha,
             tau_by_k={str(j): r.tau for j, r in found.items()},
+            tau_greedy_by_k={str(j): r.tau for j, r in greedy.items()},
             k=recipe.k,
             seconds=self._seconds(),
             biased=result.biased,

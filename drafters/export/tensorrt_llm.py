@@ -23,6 +23,11 @@ LIMIT = None
 FAMILIES = ("eagle", "small")
 
 
+def draws(drafter: Drafter) -> bool:
+    """Drafts are q's argmax, accepted where the target draws the same token."""
+    return False
+
+
 def check(drafter: Drafter, serving: Serving) -> None:
     if isinstance(drafter, Small):
         hf_model.check(drafter, "TensorRT-LLM")

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,10 @@ pytest.importorskip("datasets")
 
 import training
 from draftsmith.drafters import base
+from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
+from draftsmith.eval.replay import tables
+from draftsmith.eval.servers.agreement import walk
 from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, learner, loop
 from draftsmith.train.loop import Trainer
@@ -109,6 +113,13 @@ def test_the_best_checkpoint_serves_what_was_measured(
     trainer._evaluate()
     taus = [m["tau"] for m in metrics(run) if m["kind"] == "replay" and m["step"]]
     assert trainer.tau == max(taus)
+    # What it yields where q's argmax is drafted: the walk of such a server through the same text.
+    [line] = [m for m in metrics(run) if m["kind"] == "replay" and m["tau"] == max(taus)]
+    at_zero = [replace(batch, sampler=Sampler(0.0)) for batch in trainer._read_heldout()]
+    walked = [table for batch in at_zero for table in tables(drafter, batch, 3) if table.tokens]
+    passes = sum(walk(table, 3, shortens=False).passes for table in walked)
+    tau = sum(table.tokens for table in walked) / passes
+    assert line["tau_greedy_by_k"]["3"] == pytest.approx(tau) != pytest.approx(line["tau"])
     # However they are batched: as given, one at a time.
     monkeypatch.setattr(loop, "alone", lambda samples, indices, size: [[[i]] for i in indices])
     trainer._evaluate()

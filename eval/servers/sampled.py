@@ -93,7 +93,8 @@ def compare(
     total = sum((answer.counted for answer in answers), Counters(accepted=(0,) * k))
     over = [_past_limit(answer) for answer in answers]
     hiding = sum(n > 1 for n in over)  # answers with drafts accepted past the end
-    z, equal = [], True
+    z: list[float | None] = []
+    equal = True
     for depth, count in enumerate((total.drafts, *total.accepted), start=-1):
         low = count - hiding if depth > 0 else count
         expected = mean[depth + 1]

@@ -79,9 +79,13 @@ def serve_check(
 ) -> None:
     """Serves an export for real: the server's own counters beside replay of what it wrote.
 
-    A running server may serve nobody else meanwhile. For exact counts vLLM must run with --dtype
-    float32 --max-num-seqs 1 --enforce-eager --no-enable-prefix-caching --generation-config vllm,
-    llama-server with -np 1 -fa off -ctk f32 -ctv f32 -ctkd f32 -ctvd f32 --spec-draft-p-min 0.
+    A running server may serve nobody else meanwhile, and its counts are exact when it runs with
+
+    \b
+    vLLM: --dtype float32 --max-num-seqs 1 --enforce-eager
+      --no-enable-prefix-caching --generation-config vllm
+    llama-server: -np 1 -fa off -ctk f32 -ctv f32 -ctkd f32 -ctvd f32
+      --spec-draft-p-min 0
     """
     from draftsmith.recipes.serve_check import Settings
     from draftsmith.recipes.serve_check import serve_check as run

@@ -266,7 +266,7 @@ def _rows(entry: dict[str, Any]) -> list[tuple[str, ...]]:
         value = entry["z"][i] if drawn else None
         return "" if value is None else f"{value:+.2f}"
 
-    how = f", {entry['drafts']} drafts" if entry["temperature"] > 0 else ""
+    how = f", {entry['drafts']}" if entry["temperature"] > 0 else ""
     rounds = f"T={entry['temperature']:g} rounds{how}"
     drafts, drafted = number(expected["drafts"]), number(expected["drafted"])
     verdict = "yes" if entry["holds"] else "NO"

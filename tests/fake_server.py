@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -84,6 +85,7 @@ class Fake:
             server.server_close()
 
 
+@cache
 def argmax_drafts(drafter: Drafter) -> Drafter:
     """The same drafter, proposing q's argmax at any temperature: what servers do by default."""
     one, propose = copy.copy(drafter), drafter.propose
@@ -95,14 +97,17 @@ def argmax_drafts(drafter: Drafter) -> Drafter:
     return one
 
 
+@cache
+def decoder(drafter: Drafter, k: int) -> Decoder:
+    return Decoder(drafter.target, drafter, Policy(k))
+
+
 def served(
     drafter: Drafter, prompt: list[int], tokens: int, temperature: float, k: int, row: int = 0
 ) -> tuple[list[int], Counters]:
     """An answer by our own decoder, counted as vLLM counts: it drafts k tokens in every round and
     counts what it accepted past the answer's limit. The drafter's target must not end texts."""
-    [text] = Decoder(drafter.target, drafter, Policy(k)).generate(
-        [prompt], Sampler(temperature), tokens + k, rows=[row]
-    )
+    [text] = decoder(drafter, k).generate([prompt], Sampler(temperature), tokens + k, rows=[row])
     within = [r.accepted for r in text.rounds if r.anchor < len(prompt) + tokens - 2]
     accepted = tuple(sum(m > j for m in within) for j in range(k))
     return text.tokens[:tokens], Counters(len(within), k * len(within), accepted, tokens)

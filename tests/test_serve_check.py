@@ -90,7 +90,7 @@ def test_a_check_agrees_and_another_drafter_does_not(
     with fake.listening() as url:
         code, out, _ = check(monkeypatch, capsys, *words(place, url))
         assert code == 0 and "served by vllm 0.32.0, k=3, 4 prompts of 14 tokens each" in out
-        assert "T=1 rounds, greedy drafts" in out
+        assert "T=1 rounds, greedy" in out
         found = json.loads(report.read_text())
         assert found["holds"] and found["server"]["command"] is None
         assert found["server"]["version"] == "0.32.0" and found["server"]["patched"] is None
@@ -115,11 +115,11 @@ def test_drawn_drafts_are_told_from_greedy_ones(
 ) -> None:
     """A server that draws them agrees as such alone, and one that does not is told what it does."""
     fake, report = Decoding(place.other, sampled=True), place.root / "report.json"
-    of = ["--checkpoint", place.root / "other", "--limit", 6, "--max-new-tokens", 24]
+    of = ["--checkpoint", place.root / "other", "--limit", 5, "--max-new-tokens", 16]
     place.card(serving={"k": 3, "drafts": "sampled"})  # as the export's command has it
     with fake.listening() as url:
         code, out, err = check(monkeypatch, capsys, *words(place, url, *of))
-        assert code == 0 and "T=1 rounds, sampled drafts" in out, err
+        assert code == 0 and "T=1 rounds, sampled" in out, err
         cold, hot = json.loads(report.read_text())["temperatures"]
         assert (cold["drafts"], hot["drafts"]) == ("greedy", "sampled")
         assert hot["z"][0] is not None and hot["tau"] > 1
@@ -128,16 +128,13 @@ def test_drawn_drafts_are_told_from_greedy_ones(
         fake.sampled = False
         code, out, err = check(monkeypatch, capsys, *words(place, url, *of))
         assert code == 1 and 'lacks "draft_sample_method": "probabilistic"' in err
-        code, out, err = check(monkeypatch, capsys, *words(place, url, *of, "--drafts", "greedy"))
-        assert code == 0
 
 
 def test_help_names_the_flags_of_an_exact_check(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "300")
     _, out, _ = check(monkeypatch, capsys, "--help")
-    said = " ".join(out.replace("│", " ").split())
+    said = " ".join(out.split())
     for kind in KINDS.values():
         assert kind.exact in said, kind.name
 

@@ -270,7 +270,7 @@ def _rows(entry: dict[str, Any]) -> list[tuple[str, ...]]:
     rounds = f"T={entry['temperature']:g} rounds{how}"
     drafts, drafted = number(expected["drafts"]), number(expected["drafted"])
     verdict = "yes" if entry["holds"] else "NO"
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (rounds, str(counted["drafts"]), drafts, str(entry["cut"]), z(0), verdict),
         ("tokens drafted", str(counted["drafted"]), drafted, "", "", ""),
     ]

@@ -4,9 +4,10 @@ r"""Real servers on SmolLM2: their own counters beside replay's, position by pos
     python benchmarks/servers.py --eagle runs/smol-eagle3/best --small runs/smol-small/best
 
 Each drafter is exported to a temporary folder, served in fp32 by vLLM and by llama-server, one
-thread, and asked at temperatures 0 and 1; so is the server without a drafter. Writes
-benchmarks/servers/*.json and benchmarks/servers.md; about 6 minutes a vLLM cell and 2 a llama.cpp
-one on 2 CPU cores. Tokens per second are those of a busy client on a shared machine.
+thread, and asked at temperatures 0 and 1; so is the server without a drafter. vLLM is asked again
+with drafts drawn from q. Writes benchmarks/servers/*.json and benchmarks/servers.md; about 6
+minutes a vLLM cell and 2 a llama.cpp one on 2 CPU cores. Tokens per second are those of a busy
+client on a shared machine.
 """
 
 from __future__ import annotations

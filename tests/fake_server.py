@@ -103,14 +103,17 @@ def decoder(drafter: Drafter, k: int) -> Decoder:
 
 
 def served(
-    drafter: Drafter, prompt: list[int], tokens: int, temperature: float, k: int, row: int = 0
-) -> tuple[list[int], Counters]:
-    """An answer by our own decoder, counted as vLLM counts: it drafts k tokens in every round and
-    counts what it accepted past the answer's limit. The drafter's target must not end texts."""
-    [text] = decoder(drafter, k).generate([prompt], Sampler(temperature), tokens + k, rows=[row])
-    within = [r.accepted for r in text.rounds if r.anchor < len(prompt) + tokens - 2]
-    accepted = tuple(sum(m > j for m in within) for j in range(k))
-    return text.tokens[:tokens], Counters(len(within), k * len(within), accepted, tokens)
+    drafter: Drafter, prompts: dict[int, list[int]], tokens: int, temperature: float, k: int
+) -> Iterator[tuple[list[int], Counters]]:
+    """Answers to prompts (by the id that keys their noise) of our own decoder, counted as vLLM
+    counts: it drafts k tokens in every round and counts what it accepted past the answer's limit.
+    The drafter's target must not end texts."""
+    rows, given = [*prompts], [*prompts.values()]
+    for text in decoder(drafter, k).generate(given, Sampler(temperature), tokens + k, rows=rows):
+        last = len(text.prompt) + tokens - 2  # rounds from there on begin past the limit
+        within = [r.accepted for r in text.rounds if r.anchor < last]
+        accepted = tuple(sum(m > j for m in within) for j in range(k))
+        yield text.tokens[:tokens], Counters(len(within), k * len(within), accepted, tokens)
 
 
 class Decoding(Fake):
@@ -136,7 +139,8 @@ class Decoding(Fake):
 
     def complete(self, asked: dict[str, Any]) -> dict[str, Any]:
         drafter = self.drafter if self.sampled else argmax_drafts(self.drafter)
-        how = (asked["prompt"], asked["max_tokens"], asked["temperature"])
-        ids, counted = served(drafter, *how, self.k, row=asked["seed"])
+        prompts = {asked["seed"]: asked["prompt"]}
+        how = (asked["max_tokens"], asked["temperature"], self.k)
+        [(ids, counted)] = served(drafter, prompts, *how)
         self.counted += counted
         return {"choices": [{"text": "..", "token_ids": ids}]}

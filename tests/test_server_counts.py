@@ -179,11 +179,9 @@ def drafter(*layers: int) -> Drafter:
 @cache
 def answers(by: Drafter, temperature: float, count: int = 6) -> list[Answer]:
     """By our own decoder, drafts drawn at temperatures above 0, counted as vLLM counts."""
-    out = []
-    for row, prompt in enumerate(tiny.prompts(count, 3, 12)):
-        ids, counted = served(by, prompt, 24, temperature, K, row)
-        out.append(Answer(prompt, ids, 1.0, counted))
-    return out
+    prompts = dict(enumerate(tiny.prompts(count, 3, 12)))
+    given = served(by, prompts, 24, temperature, K)
+    return [Answer(prompts[row], ids, 1.0, counted) for row, (ids, counted) in enumerate(given)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -30,8 +30,9 @@ FAMILIES = ("eagle", "eagle1", "small")
 
 
 def draws(drafter: Drafter) -> bool:
-    """Rejection sampling is for EAGLE chains, and its kernel wants q over the target's whole
-    vocabulary: a reduced one is an error (srt/speculative/eagle_worker_v2.py, eagle_utils.py)."""
+    """Rejection sampling is for EAGLE chains, and for q over the target's whole vocabulary: with a
+    reduced one it ends at start (srt/speculative/eagle_worker_v2.py). q has the request's
+    temperature, but never its top-p."""
     return isinstance(drafter, Eagle | Eagle1) and drafter.vocab.ids is None
 
 

@@ -4,15 +4,17 @@ r"""Real servers on SmolLM2: their own counters beside replay's, position by pos
     python benchmarks/servers.py --eagle runs/smol-eagle3/best --small runs/smol-small/best
 
 Each drafter is exported to a temporary folder, served in fp32 by vLLM and by llama-server, one
-thread, and asked at temperatures 0 and 1; so is the server without a drafter. Writes
-benchmarks/servers/*.json and benchmarks/servers.md; about 6 minutes a vLLM cell and 2 a llama.cpp
-one on 2 CPU cores. Tokens per second are those of a busy client on a shared machine.
+thread, and asked at temperatures 0 and 1; so is the server without a drafter. vLLM is asked again
+with drafts drawn from q. Writes benchmarks/servers/*.json and benchmarks/servers.md; about 6
+minutes a vLLM cell and 2 a llama.cpp one on 2 CPU cores. Tokens per second are those of a busy
+client on a shared machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,25 +36,31 @@ def main() -> None:
     parser.add_argument("--only", default="", help="e.g. eagle-vllm: one cell")
     arguments = parser.parse_args()
     rows, commands = [], []
-    for server in FORMS:
-        for name in ("eagle", "small"):
-            label = f"{name}-{server}"
-            place = HERE / "servers" / f"{label}.json"
-            if arguments.only not in ("", label) and not place.is_file():
-                continue
-            checkpoint = getattr(arguments, name)
-            found = cell(place, lambda c=checkpoint, s=server: served(c, s), SEED)
-            rows += [row for entry in found["temperatures"] for row in lines(found, name, entry)]
-            commands.append(f"{found['server']['kind']} {found['server']['version']}, {name}:")
-            commands += ["", f"    {found['server']['command']}", ""]
+    cells = [(server, name, "greedy") for server in FORMS for name in ("eagle", "small")]
+    cells += [("vllm", name, "sampled") for name in ("eagle", "small")]
+    for server, name, drafts in cells:
+        label = f"{name}-{server}" + ("-sampled" if drafts == "sampled" else "")
+        place = HERE / "servers" / f"{label}.json"
+        if arguments.only not in ("", label) and not place.is_file():
+            continue
+        how = (getattr(arguments, name), server, drafts)
+        found = cell(place, partial(served, *how), SEED)
+        hot = [e for e in found["temperatures"] if e["temperature"] > 0 or drafts == "greedy"]
+        rows += [row for entry in hot for row in lines(found, name, entry)]
+        patch = ", patched by tests/servers.sh" if found["server"].get("patched") else ""
+        said = found["server"]
+        commands.append(f"{said['kind']} {said['version']}{patch}, {name}, {drafts} drafts:")
+        commands += ["", f"    {said['command']}", ""]
     head = [
-        "server", "drafter", "T", "position", "drafted (server)", "drafted (replay)",
-        "accepted (server)", "accepted (replay)", "past the end", "equal", "tau", "T=0 texts equal",
+        "server", "drafter", "T", "drafts", "position", "drafted (server)", "drafted (replay)",
+        "accepted (server)", "accepted (replay)", "past the end", "equal, or z", "tau",
+        "T=0 texts equal",
     ]  # fmt: skip
     text = (
         "# Real servers' counters beside replay\n\n"
         f"SmolLM2-135M-Instruct, fp32, {PROMPTS} held-out prompts, {TOKENS} tokens each, k={K}. "
-        "Replay takes the server's own token ids; both must agree as integers, answer by answer. "
+        "Replay takes the server's own token ids. Greedy drafts: both must agree as integers, "
+        "answer by answer. Sampled ones (drawn from q): z of the count, less than 3.5 either way. "
         "Past the end: drafts of a request's last, cut round that the server accepted but that "
         "stand in no text (counted by the server alone; llama.cpp cuts no round). One JSON a "
         "row group in `benchmarks/servers/` (their tokens/s were taken beside other jobs); made "
@@ -63,7 +71,7 @@ def main() -> None:
     print(written)
 
 
-def served(checkpoint: Path, server: str) -> dict[str, Any]:
+def served(checkpoint: Path, server: str, drafts: str) -> dict[str, Any]:
     """One drafter on one server."""
     with tempfile.TemporaryDirectory() as folder:
         export = Path(folder) / "export"
@@ -71,7 +79,9 @@ def served(checkpoint: Path, server: str) -> dict[str, Any]:
         if server == "llama.cpp":
             gguf = tools.target_gguf(Target.load("smollm2").source)
         export_checkpoint(Request(checkpoint, FORMS[server], export, k=K, target_gguf=gguf))
-        found = measure(Settings(export, server, None, checkpoint, None, PROMPTS, K, TOKENS, SEED))
+        found = measure(
+            Settings(export, server, None, checkpoint, None, PROMPTS, K, drafts, TOKENS, SEED)
+        )
         found["server"]["command"] = found["server"]["command"].replace(folder, "TMP")
     return found | {"export": f"TMP/export (--to {FORMS[server]})"}
 
@@ -80,18 +90,31 @@ def lines(found: dict[str, Any], name: str, entry: dict[str, Any]) -> list[list[
     """A temperature's rows: all rounds, then position by position."""
     counted, expected, texts = entry["counted"], entry["expected"], entry["texts"]
     same = "-" if texts is None else f"{texts['equal']}/{entry['answers']}"
-    about = [found["server"]["kind"], name, f"{entry['temperature']:g}"]
+    drafts = entry.get("drafts", "greedy")  # cells of old have no other
+    about = [found["server"]["kind"], name, f"{entry['temperature']:g}", drafts]
+    sampled = drafts == "sampled"
+
+    def mean(value: float) -> str:
+        return number(value, 1 if sampled else 0)
+
+    past = entry["past_end"] if sampled else sum(entry["cut_accepted"])
+    agrees = "yes" if entry["holds"] else "NO"
     rows: list[list[object]] = [
         [
-            *about, f"all ({counted['drafts']} rounds)", counted["drafted"], expected["drafted"],
-            sum(counted["accepted"]), sum(expected["accepted"]), sum(entry["cut_accepted"]),
-            "yes" if entry["holds"] else "NO", number(entry["tau"]), same,
+            *about, f"all ({counted['drafts']} rounds)", counted["drafted"],
+            mean(expected["drafted"]), sum(counted["accepted"]), mean(sum(expected["accepted"])),
+            past, f"{agrees}, z of rounds {number(entry['z'][0], 2)}" if sampled else agrees,
+            number(entry["tau"]), same,
         ]
     ]  # fmt: skip
     for j in range(found["k"]):
-        accepted = counted["accepted"][j], expected["accepted"][j], entry["cut_accepted"][j]
-        equal = "yes" if accepted[0] == accepted[1] + accepted[2] else "NO"
-        rows.append([*about, j, "", entry["tried"][j], *accepted, equal, "", ""])
+        accepted, wanted = counted["accepted"][j], expected["accepted"][j]
+        if sampled:
+            tried, past, equal = "", "", number(entry["z"][j + 1], 2)
+        else:
+            tried, past = entry["tried"][j], entry["cut_accepted"][j]
+            equal = "yes" if accepted == wanted + past else "NO"
+        rows.append([*about, j, "", tried, accepted, mean(wanted), past, equal, "", ""])
     return rows
 
 

@@ -60,7 +60,7 @@ class Parity:
 
     @property
     def holds(self) -> bool:
-        """Whether decoder and replay agree as DESIGN.md defines it."""
+        """Whether decoder and replay agree: as integers, or within Z_BOUND."""
         if self.deterministic:
             return self.equal and len(self.ties) <= math.ceil(self.texts / 50)
         return self.equal and all(z is None or abs(z) < Z_BOUND for z in [*self.z, self.z_local])

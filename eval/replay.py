@@ -1,7 +1,7 @@
 """Replay: the exact expected acceptance of a drafter on text that the target wrote.
 
 Given the served text x, draft x_{a+2+j} is accepted with probability min(1, q(x)/p(x)) once the
-drafts before it were (Bayes on speculative sampling; shared/field notes call it r). Survival S of
+drafts before it were (Bayes on speculative sampling). Survival S of
 each depth follows, and n(first anchor), the expected number of verify passes, is exact by a
 backward recursion over anchors. All of it is float64 on the host; the model runs once.
 """
@@ -9,7 +9,7 @@ backward recursion over anchors. All of it is float64 on the host; the model run
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from draftsmith.drafters.base import Drafter, Guesses, Unroll
 from draftsmith.drafters.batch import Batch, align
+from draftsmith.drafters.sampling import Sampler
 from draftsmith.eval.stats import chunk_stats, chunks
 
 Array = NDArray[np.float64]
@@ -156,7 +157,7 @@ class Moments:
 
 
 def moments(table: Table, k: int, block: bool = False) -> Moments:
-    """Backward recursion for the moments of n, forward recursion for alpha (DESIGN.md, Replay)."""
+    """Backward recursion for the moments of n, forward recursion for alpha."""
     L = len(table.limit)
     S = survivals(table, k, block)
     P = S[:, :-1] - S[:, 1:]  # (L, k + 1): chance that m drafts are accepted
@@ -252,15 +253,37 @@ def replay(
     One unroll serves all lengths where a depth does not depend on k; other families unroll per k.
     A batch that is read when it is asked for is dropped before the next one is.
     """
-    found: dict[int, list[Table]] = {
-        j: [] for j in ([k] if drafter.depth_causal else range(1, k + 1))
-    }
+    return replays(drafter, batches, k, [None], seed, block)[0]
+
+
+def replays(
+    drafter: Drafter,
+    batches: Iterable[Batch],
+    k: int,
+    samplers: Sequence[Sampler | None],
+    seed: int = 0,
+    block: bool = False,
+) -> list[dict[int, Replay]]:
+    """`replay` with drafts made at each sampler; None: the batch's own.
+
+    A greedy one on text drawn at T > 0 takes q's argmax for a point mass, as servers do by default.
+    """
+    lengths = [k] if drafter.depth_causal else range(1, k + 1)
+    found: list[dict[int, list[Table]]] = [{j: [] for j in lengths} for _ in samplers]
     biased = False
     for batch in batches:
         biased |= batch.foreign
-        for depths, of in found.items():
-            of += tables(drafter, batch, depths, of[-1].prompt + 1 if of else 0)
-        del batch
+        for sampler, by_length in zip(samplers, found, strict=True):
+            asked = batch if sampler is None else replace(batch, sampler=sampler)
+            for depths, of in by_length.items():
+                of += tables(drafter, asked, depths, of[-1].prompt + 1 if of else 0)
+        del batch, asked
+    return [_summaries(by_length, k, seed, block, biased) for by_length in found]
+
+
+def _summaries(
+    found: dict[int, list[Table]], k: int, seed: int, block: bool, biased: bool
+) -> dict[int, Replay]:
     out = {j: summarise(found.get(j, found[k]), j, seed=seed, block=block) for j in range(1, k + 1)}
     for result in out.values():
         result.biased = biased

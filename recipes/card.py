@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.export import Serving, server
+from draftsmith.drafters.export import Serving, drafting, server
 from draftsmith.eval import report as pages
 from draftsmith.eval.evaluate import count_parameters
 from draftsmith.eval.provenance import provenance
@@ -57,6 +57,7 @@ def card(
             "k": serving.k,
             "max_positions": serving.length,
             "dtype": str(serving.dtype).removeprefix("torch."),
+            "drafts": drafting(name, drafter, serving),
             "command": chosen.command(drafter, folder, serving),
         },
         "verified": {
@@ -85,7 +86,8 @@ def _measured(run: Path, name: str) -> dict[str, Any]:
     for line in lines:
         own = line["kind"] == "replay" and not line.get("biased")  # on text the target wrote
         if own and line["step"] == int(step):
-            found |= {key: line[key] for key in ("k", "tau", "tau_ci", "alpha", "tau_by_k")}
+            keys = ("k", "tau", "tau_ci", "alpha", "tau_by_k", "tau_greedy_by_k")
+            found |= {key: line[key] for key in keys if key in line}  # runs of old lack the last
     path = run / "report" / "report.json"
     if path.is_file():
         report = json.loads(path.read_text())
@@ -118,8 +120,8 @@ def page(about: dict[str, Any]) -> str:
 | tokenizer | sha256 {target["tokenizer_hash"]} |
 | drafter | {drafter["family"]}, {drafter["parameters"]:,} parameters, {serving["dtype"]} |
 | trained for | {served} |
-{_figures(about["measured"])}
-Serve it with {name} {about["server"]["version"]}:
+{_figures(about["measured"], sampler.get("temperature", 0.0))}
+{_drafts(about)}Serve it with {name} {about["server"]["version"]}:
 
     {serving["command"]}
 
@@ -134,16 +136,21 @@ Made by draftsmith; card.json holds the same for programs.
 """
 
 
-def _figures(measured: dict[str, Any]) -> str:
-    """Rows of the table; tau counts the bonus token."""
+def _figures(measured: dict[str, Any], temperature: float) -> str:
+    """Rows of the table; tau counts the bonus token. At temperature 0 both drafts are one."""
     if not measured:
         return "| acceptance | not measured |\n| predicted speedup | not measured |\n"
     tokens = measured.get("tokens_trained")  # told by the run's log alone
     rows = [("tokens trained", "not known" if tokens is None else f"{tokens:,}")]
     if "tau" in measured:
-        by_k = ", ".join(f"{tau:.3f} at k = {k}" for k, tau in measured["tau_by_k"].items())
+        drawn, greedy = measured["tau_by_k"], measured.get("tau_greedy_by_k")
+        if temperature > 0:
+            rows += [("tau, drafts drawn from q (replay, held-out prompts)", _by_k(drawn))]
+            rows += [("tau, drafts taken as a point mass (q's argmax)", _by_k(greedy))]
+        else:
+            rows += [("tau (replay, held-out prompts)", _by_k(drawn))]
         alpha = ", ".join("-" if a is None else f"{a:.3f}" for a in measured["alpha"])
-        rows += [("tau (replay, held-out prompts)", by_k), ("alpha by depth", alpha)]
+        rows += [("alpha by depth", alpha)]
     else:
         rows += [("acceptance", "not measured on the target's own text")]
     speedup = ", ".join(
@@ -152,3 +159,26 @@ def _figures(measured: dict[str, Any]) -> str:
     )
     rows.append(("predicted speedup", speedup or "not measured"))
     return "".join(f"| {name} | {value} |\n" for name, value in rows)
+
+
+def _by_k(taus: dict[str, float] | None) -> str:
+    if taus is None:
+        return "not measured"
+    return ", ".join(f"{tau:.3f} at k = {k}" for k, tau in taus.items())
+
+
+def _drafts(about: dict[str, Any]) -> str:
+    """Which of the two taus the command yields: a paragraph, or nothing where they are one."""
+    sampler, server = about["sampler"], about["server"]
+    temperature = sampler.get("temperature", 0.0)
+    if temperature == 0 or "tau" not in about["measured"]:
+        return ""
+    name = f"{server['name']} {server['version']}"
+    if about["serving"]["drafts"] == "greedy":
+        which = f"the second tau: by it {name} drafts greedily, at any temperature"
+    else:
+        which = f"the first tau: by it {name} draws drafts from q, accepted with chance min(1, p/q)"
+        cut = sampler.get("top_k", 0) > 0 or sampler.get("top_p", 1.0) < 1
+        if cut and server["format"] in ("vllm", "sglang"):
+            which += " (q without top-k and top-p, which it leaves out: not exactly that tau)"
+    return f"At temperature {temperature:g} the command below yields {which}.\n\n"

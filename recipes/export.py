@@ -78,6 +78,7 @@ def export_checkpoint(asked: Request) -> tuple[Path, str]:
         DTYPES[asked.dtype],
         asked.target_gguf or gguf_file(spec),
         asked.plain,
+        _sampler(place),
     )
     export.check(asked.server, drafter, serving)
     scratch = folder.with_name(f".{folder.name}.writing")
@@ -110,6 +111,14 @@ def _checkpoint(place: Path) -> tuple[Path, dict[str, Any]]:
 def _recipe(place: Path) -> dict[str, Any]:
     path = place.resolve().parent / "recipe.yaml"
     return yaml.safe_load(path.read_text()) if path.is_file() else {}
+
+
+def _sampler(place: Path) -> Sampler | None:
+    """The sampler that the run's drafter was trained for; None without a run."""
+    told = _recipe(place)
+    if "temperature" not in told:
+        return None
+    return Sampler(told["temperature"], told.get("top_k", 0), told.get("top_p", 1.0))
 
 
 def _name(place: Path) -> str:

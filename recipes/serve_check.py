@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 import tempfile
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,12 +17,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from draftsmith.drafters import base
+from draftsmith.drafters import base, export
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target import Target
 from draftsmith.eval.provenance import provenance
 from draftsmith.eval.servers import serving as servers
+from draftsmith.eval.servers import tools
 from draftsmith.eval.servers.check import TEMPERATURES, Answers, collect, report
 from draftsmith.eval.servers.client import Server
 from draftsmith.eval.servers.serving import Draft
@@ -30,11 +32,13 @@ from draftsmith.train import checkpoint as checkpoints
 from draftsmith.train.template import encode
 
 CARD = "card.json"
+DRAFTS = ("greedy", "sampled")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the figures. server: "vllm", "llama.cpp" or a URL. k None: the export's own."""
+    """What decides the figures. server: "vllm", "llama.cpp" or a URL. k, drafts ("greedy" or
+    "sampled") None: the export's own."""
 
     export: Path
     server: str
@@ -43,6 +47,7 @@ class Settings:
     prompts: str | None
     limit: int
     k: int | None
+    drafts: str | None
     max_new_tokens: int
     seed: int
 
@@ -59,7 +64,26 @@ def serve_check(settings: Settings, output: Path | None) -> bool:
     if output is not None:
         checkpoints.write(output, json.dumps(found, indent=1) + "\n")
         print(f"written: {output}")
+    if not found["holds"]:
+        print(f"error: server and replay disagree: {_why(found)}", file=sys.stderr)
     return found["holds"]
+
+
+def _why(found: dict[str, Any]) -> str:
+    """What to look at, the likeliest first."""
+    server, entries = found["server"], found["temperatures"]
+    if any(entry.get("greedy") for entry in entries):
+        return (
+            "it drafts greedily, not from q: its speculative config lacks "
+            '"draft_sample_method": "probabilistic"; or give --drafts greedy'
+        )
+    causes = "the export serves another drafter than was trained, or the server has a bug"
+    if server["command"] is None:  # somebody else started it
+        causes = (
+            f"was it started with {server['exact']}, and does it draft as --drafts "
+            f"{found['drafts']} says? If so, {causes}"
+        )
+    return causes
 
 
 def measure(settings: Settings) -> dict[str, Any]:
@@ -83,6 +107,8 @@ def measure(settings: Settings) -> dict[str, Any]:
             task = progress.add_task(what, total=len(prompts) * len(TEMPERATURES))
             log = Path(folder) / f"{what}.log"
             with serve(draft if speculates else None, log) as server:
+                if settings.url:
+                    _check_draws(server.kind.name, subject.drafter, draft.drafts)
                 given[speculates] = collect(
                     server, prompts, settings.max_new_tokens, settings.seed,
                     draft.k if speculates else None, partial(progress.advance, task),
@@ -94,14 +120,23 @@ def measure(settings: Settings) -> dict[str, Any]:
             "kind": kind.name,
             "version": server.version,
             "tested": kind.tested,
+            "patched": tools.vllm_patched() if command and kind.name == "vllm" else None,
+            "exact": kind.exact,
             "command": shlex.join(command).replace(str(Path.home()), "~") or None,
         },
         **report(
-            subject.target, subject.drafter, draft.k, kind.shortens, given[True], given.get(False)
+            subject.target,
+            subject.drafter,
+            draft.k,
+            kind.shortens,
+            draft.drafts,
+            given[True],
+            given.get(False),
         ),
         "export": str(settings.export),
         "checkpoint": str(subject.checkpoint),
         "family": draft.family,
+        "drafts": draft.drafts,
         "target": subject.target.identity(),
         "prompts": len(prompts),
         "max_new_tokens": settings.max_new_tokens,
@@ -127,7 +162,7 @@ def _subject(settings: Settings) -> _Subject:
     checkpoint = settings.checkpoint or Path(card["drafter"]["checkpoint"])
     about = base.read_config(checkpoint)
     k = settings.k or int(card["serving"]["k"])
-    draft = Draft(settings.export, about["family"], k)
+    draft = Draft(settings.export, about["family"], k, _drafts(settings, card))
     if not settings.url:
         servers.check(settings.server, draft.family, k)
         made_for, wanted = card["server"]["format"], servers.FORMS[settings.server]
@@ -142,6 +177,8 @@ def _subject(settings: Settings) -> _Subject:
         raise UserError(f"{checkpoint}: names no target that it was made for; give --target")
     target = Target.load(spec, dtype=torch.float32)  # parity is defined in fp32
     drafter = base.load(checkpoint, target)
+    if not settings.url:
+        _check_draws(settings.server, drafter, draft.drafts)
     if drafter.longest is not None and k > drafter.longest:
         raise UserError(f"--k: {k} is more than this drafter's {drafter.longest} depths; lower it")
     prompts = encode(suite, target)
@@ -149,6 +186,23 @@ def _subject(settings: Settings) -> _Subject:
     check_room(longest, settings.max_new_tokens, target)
     length = longest + settings.max_new_tokens
     return _Subject(target, checkpoint, drafter, draft, prompts, length)
+
+
+def _drafts(settings: Settings, card: dict[str, Any]) -> str:
+    """How the server is to draft at temperatures above 0: as the export's command has it."""
+    drafts = settings.drafts or card["serving"].get("drafts", "greedy")
+    if drafts not in DRAFTS:
+        raise UserError(f"--drafts: no {drafts!r}; give {' or '.join(DRAFTS)}")
+    return drafts
+
+
+def _check_draws(server: str, drafter: Drafter, drafts: str) -> None:
+    form = export.server(servers.FORMS[server])
+    if drafts == "sampled" and not form.draws(drafter):
+        raise UserError(
+            f"--drafts: {form.NAME} {form.VERSION} takes {drafter.family} drafts greedily; give "
+            "--drafts greedy"
+        )
 
 
 def read_card(export: Path) -> dict[str, Any]:
@@ -170,37 +224,26 @@ def read_card(export: Path) -> dict[str, Any]:
 def show(found: dict[str, Any], console: Console) -> None:
     """The report as one table."""
     server = found["server"]
+    patched = " (patched)" if server["patched"] else ""
     table = Table(
-        title=f"{found['family']} served by {server['kind']} {server['version']}, k={found['k']}, "
-        f"{found['prompts']} prompts of {found['max_new_tokens']} tokens each",
+        title=f"{found['family']} served by {server['kind']} {server['version']}{patched}, "
+        f"k={found['k']}, {found['prompts']} prompts of {found['max_new_tokens']} tokens each",
         title_justify="left",
     )
-    for name in ("", "server", "replay", "in cut rounds", "agrees"):
+    for name in ("", "server", "replay", "in cut rounds", "z", "agrees"):
         table.add_column(name, justify="left" if not name else "right")
     for entry in found["temperatures"]:
-        counted, expected = entry["counted"], entry["expected"]
-        verdict = "yes" if entry["holds"] else "NO"
         table.add_section()
-        table.add_row(
-            f"T={entry['temperature']:g} rounds",
-            str(counted["drafts"]),
-            str(expected["drafts"]),
-            str(entry["cut"]),
-            verdict,
-        )
-        table.add_row("tokens drafted", str(counted["drafted"]), str(expected["drafted"]), "", "")
-        for j, extra in enumerate(entry["cut_accepted"]):
-            accepted = counted["accepted"][j] if j < len(counted["accepted"]) else 0
-            table.add_row(
-                f"accepted at {j}", str(accepted), str(expected["accepted"][j]), str(extra), ""
-            )
+        for row in _rows(entry):
+            table.add_row(*row)
     console.print(table)
     for entry in found["temperatures"]:
         plain = entry["plain_tokens_per_s"]
         against = "" if plain is None else f" against {plain:.2f} without drafts"
+        ties = f"{len(entry['ties'])} fp32 ties, " if "ties" in entry else ""
         console.print(
             f"T={entry['temperature']:g}  tau {entry['tau']:.3f}, {entry['tokens_per_s']:.2f} "
-            f"tokens/s{against}; {len(entry['ties'])} fp32 ties, {len(entry['splits'])} splits"
+            f"tokens/s{against}; {ties}{len(entry['splits'])} splits"
         )
         texts = entry["texts"]
         if texts is not None:
@@ -208,6 +251,34 @@ def show(found: dict[str, Any], console: Console) -> None:
                 f"T=0 texts equal to the server's own without drafts: {texts['equal']} of "
                 f"{found['prompts']}, {len(texts['ties'])} fp32 ties"
             )
+
+
+def _rows(entry: dict[str, Any]) -> list[tuple[str, ...]]:
+    """A temperature's rows: counts that must be equal, or within z of what is expected."""
+    counted, expected, drawn = entry["counted"], entry["expected"], entry["drafts"] == "sampled"
+
+    def number(value: float) -> str:
+        return f"{value:.1f}" if drawn else str(value)
+
+    def z(i: int) -> str:
+        value = entry["z"][i] if drawn else None
+        return "" if value is None else f"{value:+.2f}"
+
+    how = f", {entry['drafts']}" if entry["temperature"] > 0 else ""
+    rounds = f"T={entry['temperature']:g} rounds{how}"
+    drafts, drafted = number(expected["drafts"]), number(expected["drafted"])
+    verdict = "yes" if entry["holds"] else "NO"
+    rows: list[tuple[str, ...]] = [
+        (rounds, str(counted["drafts"]), drafts, str(entry["cut"]), z(0), verdict),
+        ("tokens drafted", str(counted["drafted"]), drafted, "", "", ""),
+    ]
+    for j, mean in enumerate(expected["accepted"]):
+        accepted = counted["accepted"][j] if j < len(counted["accepted"]) else 0
+        past = "" if drawn else str(entry["cut_accepted"][j])
+        rows.append((f"accepted at {j}", str(accepted), number(mean), past, z(j + 1), ""))
+    if drawn:  # at which depths, the counts do not tell
+        rows.append(("accepted past the end", "", "", str(entry["past_end"]), "", ""))
+    return rows
 
 
 def _progress() -> Progress:

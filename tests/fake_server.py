@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from draftsmith.drafters.base import Drafter, Policy
-from draftsmith.drafters.sampling import Sampler
+from torch import Tensor
+
+from draftsmith.drafters.base import Drafter, Policy, Proposal
+from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.eval.decoder.loop import Decoder
+from draftsmith.eval.servers.counters import Counters
 
 
 class Fake:
@@ -80,34 +85,62 @@ class Fake:
             server.server_close()
 
 
+@cache
+def argmax_drafts(drafter: Drafter) -> Drafter:
+    """The same drafter, proposing q's argmax at any temperature: what servers do by default."""
+    one, propose = copy.copy(drafter), drafter.propose
+
+    def greedily(state: Any, root: Tensor, policy: Policy, _: Sampler, noise: Noise) -> Proposal:
+        return propose(state, root, policy, Sampler(0.0), noise)
+
+    object.__setattr__(one, "propose", greedily)
+    return one
+
+
+@cache
+def decoder(drafter: Drafter, k: int) -> Decoder:
+    return Decoder(drafter.target, drafter, Policy(k))
+
+
+def served(
+    drafter: Drafter, prompts: dict[int, list[int]], tokens: int, temperature: float, k: int
+) -> Iterator[tuple[list[int], Counters]]:
+    """Answers to prompts (by the id that keys their noise) of our own decoder, counted as vLLM
+    counts: it drafts k tokens in every round and counts what it accepted past the answer's limit.
+    The drafter's target must not end texts."""
+    rows, given = [*prompts], [*prompts.values()]
+    for text in decoder(drafter, k).generate(given, Sampler(temperature), tokens + k, rows=rows):
+        last = len(text.prompt) + tokens - 2  # rounds from there on begin past the limit
+        within = [r.accepted for r in text.rounds if r.anchor < last]
+        accepted = tuple(sum(m > j for m in within) for j in range(k))
+        yield text.tokens[:tokens], Counters(len(within), k * len(within), accepted, tokens)
+
+
 class Decoding(Fake):
-    """One that writes with our own decoder, greedily whatever it is asked, and counts its rounds.
+    """One that writes with our own decoder, drafts as vLLM does for each request's temperature:
+    q's argmax, or with `sampled` drawn from q."""
 
-    The drafter's target must not end texts.
-    """
-
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: Drafter, sampled: bool = False) -> None:
         super().__init__()
-        self.drafter = drafter
-        self.accepted = [0] * self.k
+        self.drafter, self.sampled = drafter, sampled
+        self.counted = Counters(accepted=(0,) * self.k)
 
     def metrics(self) -> str:
+        counted = self.counted
         lines = {
-            "spec_decode_num_drafts_total": self.rounds,
-            "spec_decode_num_draft_tokens_total": self.k * self.rounds,
-            "spec_decode_num_accepted_tokens_total": sum(self.accepted),
-            "generation_tokens_total": self.tokens,
+            "spec_decode_num_drafts_total": counted.drafts,
+            "spec_decode_num_draft_tokens_total": counted.drafted,
+            "spec_decode_num_accepted_tokens_total": sum(counted.accepted),
+            "generation_tokens_total": counted.tokens,
         }
-        for j, count in enumerate(self.accepted):
+        for j, count in enumerate(counted.accepted):
             lines[f'spec_decode_num_accepted_tokens_per_pos_total{{position="{j}"}}'] = count
         return "".join(f"vllm:{name} {value}.0\n" for name, value in lines.items())
 
     def complete(self, asked: dict[str, Any]) -> dict[str, Any]:
-        [text] = Decoder(self.drafter.target, self.drafter, Policy(self.k)).generate(
-            [asked["prompt"]], Sampler(0.0), asked["max_tokens"]
-        )
-        self.rounds += len(text.rounds)
-        self.tokens += len(text.tokens)
-        for j in range(self.k):
-            self.accepted[j] += sum(r.accepted > j for r in text.rounds)
-        return {"choices": [{"text": "..", "token_ids": text.tokens}]}
+        drafter = self.drafter if self.sampled else argmax_drafts(self.drafter)
+        prompts = {asked["seed"]: asked["prompt"]}
+        how = (asked["max_tokens"], asked["temperature"], self.k)
+        [(ids, counted)] = served(drafter, prompts, *how)
+        self.counted += counted
+        return {"choices": [{"text": "..", "token_ids": ids}]}

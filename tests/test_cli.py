@@ -36,7 +36,7 @@ COMMANDS = (
     *("compare", "certify", "bench", "export", "serve-check"),
 )
 ASKING = ("sample", "train", "eval")  # take prompts and a target in the same ways
-KEYS = {  # what issue 2 promises, and servers' reports will be compared by
+KEYS = {  # what programs that read a report rely on
     "target": {"spec", "revision", "tokenizer_hash", "vocab_size"},
     "drafter": {"family", "parameters"},
     "sampler": {"temperature", "top_k", "top_p"},

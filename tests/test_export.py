@@ -404,6 +404,35 @@ def test_a_disk_that_is_full_leaves_no_file_open(
     assert writers[0].fout is None
 
 
+# Who can draw drafts, of what: by the servers' sources. Everything else is drafted greedily.
+DRAWN = {("vllm", "eagle"), ("vllm", "eagle1"), ("vllm", "small"), ("sglang", "eagle1")}
+DRAWN |= {("transformers", "small")}
+FLAGS = {
+    "vllm": '"draft_sample_method": "probabilistic"',
+    "sglang": "--speculative-use-rejection-sampling",
+    "transformers": "do_sample=True, temperature=0.7, top_k=0, top_p=1",
+}
+
+
+@pytest.mark.parametrize("server", export.SERVERS)
+def test_commands_draw_drafts_where_a_server_can(server: str, tmp_path: Path) -> None:
+    """For drafters trained at temperatures above 0, and for no others."""
+    settings = {"eagle": EAGLE, "small": {"layers": [0]}, "medusa": {"heads": 3}}
+    for family in export.server(server).FAMILIES:
+        made = drafter(family, **settings.get(family, {}))
+        gguf_path = target_gguf(made.target, tmp_path / "target.gguf")
+        for sampler in (Sampler(0.7), Sampler(0.0), None):
+            how = Serving("TARGET", K, 128, target_gguf=gguf_path, sampler=sampler)
+            drawn = sampler == Sampler(0.7) and (server, family) in DRAWN
+            said = export.server(server).command(made, tmp_path, how)
+            assert export.drafting(server, made, how) == ("sampled" if drawn else "greedy")
+            assert (FLAGS.get(server, "none") in said) == drawn, (family, sampler)
+            assert server != "vllm" or "--generation-config vllm" in said
+    if server == "sglang":  # whose kernel wants q over the whole vocabulary
+        whole = drafter("eagle", **EAGLE | {"draft_vocab": None})
+        assert export.server(server).draws(whole)
+
+
 # Layouts of servers that cannot run here: checked, not run
 
 H, HD, NH, NKV, INNER, VD, V = 32, 8, 4, 4, 48, 20, 48

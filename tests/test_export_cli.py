@@ -30,7 +30,7 @@ from test_export import target_gguf
 
 REPLAY = {
     "kind": "replay", "step": 4, "tokens": 900, "k": 2, "tau": 1.6, "tau_ci": [1.5, 1.7],
-    "alpha": [0.4, None], "tau_by_k": {"1": 1.4, "2": 1.6},
+    "alpha": [0.4, None], "tau_by_k": {"1": 1.4, "2": 1.6}, "tau_greedy_by_k": {"1": 1.3, "2": 1.5},
 }  # fmt: skip
 
 
@@ -91,8 +91,13 @@ def test_export_leaves_a_folder_with_a_card(
     assert about["serving"]["command"] in out
     assert about["verified"]["read_back"]["difference"] < 1e-4
     page = (folder / "README.md").read_text()
-    for words in ("1.600 at k = 2", "| predicted speedup | not measured |", "--speculative-config",
-                  about["target"]["tokenizer_hash"], "Served: not by this command"):  # fmt: skip
+    for words in (
+        "drawn from q (replay, held-out prompts) | 1.400 at k = 1, 1.600 at k = 2 |",
+        "point mass (q's argmax) | 1.300 at k = 1, 1.500 at k = 2 |",
+        "At temperature 0.7 the command below yields the first tau: by it vLLM 0.32.0 draws",
+        "| predicted speedup | not measured |", "--speculative-config",
+        about["target"]["tokenizer_hash"], "Served: not by this command",
+    ):  # fmt: skip
         assert words in page, words
     report = {"best": 4, "speed": {"T=0": {"best_k": 3, "predicted_speedup": 1.25, "verdict": ""}}}
     (best.parent / "report").mkdir()
@@ -104,6 +109,7 @@ def test_export_leaves_a_folder_with_a_card(
     assert code == 0, err
     page = (tmp_path / "s" / "README.md").read_text()
     assert "1.25x at k = 3 (T=0)" in page and "layout checked against its source, not run" in page
+    assert "yields the second tau: by it SGLang 0.5.23 drafts greedily" in page  # 32 of 48 tokens
     assert load_file(tmp_path / "s" / "model.safetensors")["fc.weight"].dtype == torch.bfloat16
     assert foreign.made_for(tmp_path / "s") == str(root / "target")
     with pytest.raises(UserError, match="made for another tokenizer"):
@@ -259,9 +265,9 @@ def test_generate_accepts_what_our_decoder_accepts(root: Path, tmp_path: Path) -
 def test_card_of_an_unmeasured_drafter() -> None:
     """Fault: a figure made up where there is none."""
     assert card._measured(Path("nowhere"), "checkpoint-x") == {}
-    assert "not measured" in card._figures({})
+    assert "not measured" in card._figures({}, 1.0)
     reported = {"speedup": {"T=0": {"best_k": 2, "predicted_speedup": 1.5}}}  # its log is gone
-    page = card._figures(reported)
+    page = card._figures(reported, 1.0)
     assert "| tokens trained | not known |" in page and "1.50x at k = 2" in page
 
 
@@ -274,3 +280,13 @@ def test_a_checkpoint_that_is_cut_short(root: Path, tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match="tensor norm.weight is missing"):
         export_checkpoint(Request(tmp_path, "vllm", tmp_path / "out"))
+
+
+def test_a_card_shows_one_tau_where_both_are_one() -> None:
+    """At T=0; and says where a run from before did not measure the second."""
+    about = {"sampler": {"temperature": 0.0}, "measured": REPLAY, "server": {}, "serving": {}}
+    assert card._drafts(about) == ""
+    measured = REPLAY | {"tokens_trained": 900}
+    assert card._figures(measured, 0.0).count("tau") == 1
+    del measured["tau_greedy_by_k"]
+    assert "(q's argmax) | not measured |" in card._figures(measured, 1.0)

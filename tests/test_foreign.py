@@ -317,7 +317,7 @@ def test_a_pickle_that_holds_no_weights(content: Any, tmp_path: Path) -> None:
 
 
 def test_vocabulary_maps_must_agree(tmp_path: Path) -> None:
-    """Faults (T20): ids where offsets belong; d2t and t2d of two different vocabularies."""
+    """Faults: ids where offsets belong; d2t and t2d of two different vocabularies."""
     about, tensors, _ = sglang()
     target = tiny.target("Llama", layers=LAYERS)
     put(tmp_path, about, tensors | {"d2t": torch.tensor(IDS)}, "model.safetensors")
@@ -342,7 +342,7 @@ def test_other_weights_than_the_targets(tmp_path: Path) -> None:
 
 
 def test_a_run_starts_from_a_published_head(tmp_path: Path) -> None:
-    """Faults (T19): a new draft vocabulary under old rows of lm_head; other taps than trained."""
+    """Faults: a new draft vocabulary under old rows of lm_head; other taps than trained."""
     about, tensors, judge = sglang()
     folder = put(tmp_path / "head", about, tensors, "model.safetensors")
     target = tiny.target("Llama", layers=LAYERS)

@@ -148,7 +148,7 @@ def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 
 def cells(made: list[bool], depths: int) -> list[tuple[int, int]]:
-    """(anchor, depth) of one text, by walking DESIGN.md's rule; label at anchor + 2 + depth."""
+    """(anchor, depth) of one text, by walking the rule of drafters/batch.py; label at anchor + 2 + depth."""
     return [
         (a, j)
         for a in range(len(made) - 1)
@@ -229,7 +229,7 @@ def chains(t: Table, values: Tensor) -> Tensor:
 
 
 def expected_passes(t: Table, survival: Tensor) -> Tensor:
-    """n(first anchor) summed over texts, by DESIGN.md's recursion; differentiable."""
+    """n(first anchor) summed over texts, by the recursion of eval/replay.py; differentiable."""
     at = {cell: survival[i] for i, cell in enumerate(t.cells)}
     one = torch.ones((), dtype=torch.float64)
 
@@ -737,7 +737,7 @@ def test_only_target_made_tokens_carry_loss(name: str) -> None:
     """No prompt, turn separator, padding or neighbouring text; and the first drafted token does.
 
     The first anchor is the prompt's last token: its root is the answer's first token (prefill's),
-    its label the second. A mask that is shifted by one leaves just this out (pitfall T5).
+    its label the second. A mask that is shifted by one leaves just this out.
     """
     found = lossy_positions(name)
     assert found == wanted_positions()

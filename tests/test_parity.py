@@ -1,7 +1,7 @@
 """Parity: what the decoder counts is what replay expects on the very text it wrote.
 
 Deterministic drafts agree as integers, prompt by prompt; sampled ones by z. Each planted fault
-breaks it: a check that nothing can fail proves nothing. The pooled z of DESIGN.md sees what changes
+breaks it: a check that nothing can fail proves nothing. The pooled z sees what changes
 the average; `local_z` also sees a decoder that accepts as often as it should, but elsewhere. What
 these z are worth as statistics: test_tails.py.
 """

@@ -16,6 +16,7 @@ import pytest
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.target import Target
+from draftsmith.eval.servers.serving import KINDS
 from draftsmith.recipes import cli
 from draftsmith.recipes.export import Request, export_checkpoint
 from fake_server import Decoding
@@ -51,8 +52,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Place:
         small.create(target, small.Config(layers=layers)).eval()
         for layers in ([0, 1, 2, 3], [0, 1, 3])
     )
-    (root / "checkpoint").mkdir()
-    base.save(drafter, root / "checkpoint")
+    for name, one in (("checkpoint", drafter), ("other", other)):
+        (root / name).mkdir()
+        base.save(one, root / name)
     export, _ = export_checkpoint(Request(root / "checkpoint", "vllm", root / "export", k=3))
     card = json.loads((export / "card.json").read_text())
     return Place(root, export, write_prompts(root / "prompts.jsonl", 6), drafter, other, card)
@@ -75,28 +77,66 @@ def check(
     return int(stop.value.code or 0), *capsys.readouterr()
 
 
+def words(place: Place, url: str, *more: Any) -> list[Any]:
+    """A check of a running server, its report in report.json."""
+    out = [place.export, "--server", url, "--prompts", place.prompts, "--limit", 4]
+    return [*out, "--max-new-tokens", 14, "--output", place.root / "report.json", *more]
+
+
 def test_a_check_agrees_and_another_drafter_does_not(
     place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake, report = Decoding(place.drafter), place.root / "report.json"
     with fake.listening() as url:
-        words = [place.export, "--server", url, "--prompts", place.prompts, "--limit", 4]
-        words += ["--max-new-tokens", 14, "--output", report]
-        code, out, _ = check(monkeypatch, capsys, *words)
+        code, out, _ = check(monkeypatch, capsys, *words(place, url))
         assert code == 0 and "served by vllm 0.32.0, k=3, 4 prompts of 14 tokens each" in out
+        assert "T=1 rounds, greedy" in out
         found = json.loads(report.read_text())
         assert found["holds"] and found["server"]["command"] is None
+        assert found["server"]["version"] == "0.32.0" and found["server"]["patched"] is None
         for entry in found["temperatures"]:
-            assert entry["holds"] and entry["texts"] is None
+            assert entry["holds"] and entry["texts"] is None and entry["drafts"] == "greedy"
             assert entry["counted"]["drafts"] == entry["expected"]["drafts"] > 0
             assert entry["counted"]["tokens"] == 4 * 14
-            # 13 tokens after prefill's: three full rounds, and one cut after its first draft
-            assert entry["counted"]["accepted"] == [16, 12, 12] and entry["counted"]["drafts"] == 16
-            assert entry["cut"] == 4 and entry["tried"] == [16, 16, 16]
+        entry = found["temperatures"][0]
+        # 13 tokens after prefill's: three full rounds, and one cut after its first draft
+        assert entry["counted"]["accepted"] == [16, 16, 16] and entry["counted"]["drafts"] == 16
+        assert entry["cut_accepted"] == [0, 4, 4] and entry["expected"]["accepted"] == [16, 12, 12]
+        assert entry["cut"] == 4 and entry["tried"] == [16, 16, 16]
         fake.drafter = place.other
-        code, out, err = check(monkeypatch, capsys, *words)
+        code, out, err = check(monkeypatch, capsys, *words(place, url))
     assert code == 1 and "NO" in out and err.count("error:") == 1
+    assert "was it started with --dtype float32 --max-num-seqs 1 --enforce-eager" in err
     assert not json.loads(report.read_text())["holds"]
+
+
+def test_drawn_drafts_are_told_from_greedy_ones(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server that draws them agrees as such alone, and one that does not is told what it does."""
+    fake, report = Decoding(place.other, sampled=True), place.root / "report.json"
+    of = ["--checkpoint", place.root / "other", "--limit", 5, "--max-new-tokens", 16]
+    place.card(serving={"k": 3, "drafts": "sampled"})  # as the export's command has it
+    with fake.listening() as url:
+        code, out, err = check(monkeypatch, capsys, *words(place, url, *of))
+        assert code == 0 and "T=1 rounds, sampled" in out, err
+        cold, hot = json.loads(report.read_text())["temperatures"]
+        assert (cold["drafts"], hot["drafts"]) == ("greedy", "sampled")
+        assert hot["z"][0] is not None and hot["tau"] > 1
+        code, out, err = check(monkeypatch, capsys, *words(place, url, *of, "--drafts", "greedy"))
+        assert code == 1 and "does it draft as --drafts greedy says?" in err
+        fake.sampled = False
+        code, out, err = check(monkeypatch, capsys, *words(place, url, *of))
+        assert code == 1 and 'lacks "draft_sample_method": "probabilistic"' in err
+
+
+def test_help_names_the_flags_of_an_exact_check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out, _ = check(monkeypatch, capsys, "--help")
+    said = " ".join(out.split())
+    for kind in KINDS.values():
+        assert kind.exact in said, kind.name
 
 
 @pytest.mark.parametrize(
@@ -104,6 +144,7 @@ def test_a_check_agrees_and_another_drafter_does_not(
     [
         (["--server", "tgi"], "--server: no 'tgi'; give vllm, llama.cpp or a URL"),
         (["--server", "vllm"], "run `make servers`"),
+        (["--server", "vllm", "--drafts", "drawn"], "--drafts: no 'drawn'; give greedy or sampled"),
         (["--server", "http://127.0.0.1:9"], "start it, or check the URL"),
         (["--server", "vllm", "--output", "/no/such/x.json"], "no folder /no/such"),
         (["--server", "http://127.0.0.1:9", "--max-new-tokens", "600"], "512 positions"),

@@ -9,23 +9,25 @@ drafts are right, past the answer's limit too; and our own decoder behind a fake
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
 
+import reference_replay
 import tiny
 from draftsmith.drafters import base
-from draftsmith.drafters.base import Drafter, Policy
+from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.sampling import Sampler
-from draftsmith.eval.decoder.loop import Decoder
+from draftsmith.drafters.target import Target
 from draftsmith.eval.parity import TIE
 from draftsmith.eval.replay import Table
-from draftsmith.eval.servers import agreement
+from draftsmith.eval.servers import agreement, sampled
 from draftsmith.eval.servers.agreement import compare, replayed, walk
 from draftsmith.eval.servers.client import Answer
 from draftsmith.eval.servers.counters import Counters, parse
+from fake_server import argmax_drafts, served
 
 VLLM = """
 # HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
@@ -49,7 +51,6 @@ llamacpp:spec_decode_num_drafts_total 22
 llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 9
 llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 3
 """
-GREEDY = Sampler(0.0)
 K = 3
 
 
@@ -164,45 +165,47 @@ def test_ties_are_told_from_splits() -> None:
 
 
 @cache
+def target() -> Target:
+    """A tiny target that ends no text."""
+    hf = tiny.hf_model("Llama", vocab=12)
+    hf.generation_config.eos_token_id = hf.config.eos_token_id = None
+    return Target(hf, tiny.tokenizer(12), tiny.source("endless"))
+
+
+@cache
 def drafter(*layers: int) -> Drafter:
     """Some layers of the target itself: about every third draft is right."""
     small = base.family("small")
-    return small.create(tiny.target("Llama", vocab=12), small.Config(layers=list(layers))).eval()
+    return small.create(target(), small.Config(layers=list(layers))).eval()
 
 
-def served(by: Drafter, temperature: float) -> list[Answer]:
-    """Answers by our own decoder, counted round by round as vLLM does; drafts taken greedily."""
-    target = tiny.target("Llama", vocab=12)
-    texts = Decoder(target, by, Policy(K)).generate(
-        tiny.prompts(6, 3, 12), Sampler(temperature), 24
-    )
-    out = []
-    for text in texts:
-        accepted = tuple(sum(r.accepted > j for r in text.rounds) for j in range(K))
-        drafts = len(text.rounds)
-        counted = Counters(drafts, K * drafts, accepted, len(text.tokens))
-        out.append(Answer(text.prompt, text.tokens, 1.0, counted))
-    return out
+@cache
+def answers(by: Drafter, temperature: float, count: int = 6) -> list[Answer]:
+    """By our own decoder, drafts drawn at temperatures above 0, counted as vLLM counts."""
+    prompts = dict(enumerate(tiny.prompts(count, 3, 12)))
+    given = served(by, prompts, 24, temperature, K)
+    return [Answer(prompts[row], ids, 1.0, counted) for row, (ids, counted) in enumerate(given)]
 
 
-def test_decoded_answers_agree_with_replay() -> None:
-    """And no longer do, once another layer is served than was exported."""
-    target, right = tiny.target("Llama", vocab=12), drafter(0, 1, 3)
-    answers = served(right, 0.0)
-    found = compare(answers, replayed(target, right, answers, K), K, 0.0, False)
-    assert found.holds and not found.ties and found.counted == found.expected
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_decoded_answers_agree_with_replay(temperature: float) -> None:
+    """Of argmax drafts, at any temperature; and no longer do, once another layer is served."""
+    right = drafter(0, 1, 3)
+    given = answers(argmax_drafts(right), temperature)
+    found = compare(given, replayed(target(), right, given, K), K, temperature, False)
+    assert found.holds and not found.ties and found.passes == found.counted.drafts
     assert sum(found.counted.accepted) > 0
-    answers = served(drafter(0, 2, 3), 0.0)
-    apart = compare(answers, replayed(target, right, answers, K), K, 0.0, False)
+    given = answers(argmax_drafts(drafter(0, 2, 3)), temperature)
+    apart = compare(given, replayed(target(), right, given, K), K, temperature, False)
     assert not apart.holds and len(apart.splits) > 3
 
 
 @pytest.mark.parametrize("fault", ["limit", "position", "root"])
 def test_a_faulty_walk_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each mistake in the walk turns the agreement red."""
-    target, right = tiny.target("Llama", vocab=12), drafter(0, 1, 3)
-    answers = served(right, 0.0)
-    tables = replayed(target, right, answers, K)
+    right = drafter(0, 1, 3)
+    given = answers(right, 0.0)
+    tables = replayed(target(), right, given, K)
     true = walk
 
     def faulty(of: Table, k: int, shortens: bool, flip: int | None = None) -> agreement.Walk:
@@ -212,4 +215,83 @@ def test_a_faulty_walk_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> N
         return true(Table(weight, of.limit, of.gap, of.prompt), k, shortens, flip)
 
     monkeypatch.setattr(agreement, "walk", faulty)
-    assert not compare(answers, tables, K, 0.0, False).holds
+    assert not compare(given, tables, K, 0.0, False).holds
+
+
+# ---------------------------------------------------------------- drawn drafts
+
+
+def drawn(by: Drafter, given: list[Answer]) -> sampled.Sampled:
+    """Answers at temperature 1 compared with replay of a drafter, its drafts drawn."""
+    tables = [replayed(target(), by, given, K, temperature) for temperature in (1.0, 0.0)]
+    return sampled.compare(given, *tables, K, 1.0)
+
+
+def test_drawn_drafts_agree_with_replay() -> None:
+    """Faults: replay of another drafter, too few tokens, greedy counts offered as drawn ones and
+    the other way."""
+    right = drafter(0, 1, 3)
+    given = answers(right, 1.0, 40)
+    found = drawn(right, given)
+    assert found.holds and all(z is not None for z in found.z), found
+    assert found.past_end > 0, "no answer hides what it accepted"
+    assert not drawn(drafter(0, 2, 3), given).holds
+    first = given[0].counted
+    fewer = Counters(first.drafts, first.drafted, (0,) * K, first.tokens)
+    assert drawn(right, [answer(fewer), *given[1:]]).splits == [0]
+    greedy = drawn(right, answers(argmax_drafts(right), 1.0))
+    assert greedy.greedy and not greedy.holds
+    some = given[:6]
+    assert not compare(some, replayed(target(), right, some, K), K, 1.0, False).holds
+
+
+def rehearsed(
+    ratios: np.ndarray, tokens: int, generator: np.random.Generator
+) -> tuple[Table, Counters]:
+    """A text in replay's table, and one server's counts of it: it accepts depth j of root i with
+    chance ratios[i, j], past the text's end too."""
+    accepted, rounds, written = [0] * K, 0, 1
+    while written < tokens:
+        m = 0
+        while m < K and generator.random() < ratios[written - 1, m]:
+            accepted[m] += 1
+            m += 1
+        rounds, written = rounds + 1, written + m + 1
+    limit = np.minimum(K, tokens - 1 - np.arange(tokens))
+    of = Table(ratios[:tokens], limit, np.full((tokens, K), np.inf), 0)
+    return of, Counters(rounds, K * rounds, tuple(accepted), tokens)
+
+
+@pytest.mark.parametrize("fault", ["", "past the end", "chance"])
+def test_z_of_many_servers(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short answers, nearly all cut, by servers that draft as the table says: next to none is
+    refused. With a fault most are."""
+    if fault == "past the end":  # taken for drafts within the text
+        monkeypatch.setattr(sampled, "_past_limit", lambda _: 0)
+    generator = np.random.default_rng(0)
+    refused = 0
+    for _ in range(40):
+        pairs = [rehearsed(generator.random((9, K)) ** 0.3, 6, generator) for _ in range(60)]
+        tables = [of for of, _ in pairs]
+        if fault == "chance":
+            tables = [replace(of, weight=of.weight**2) for of in tables]
+        given = [answer(counted) for _, counted in pairs]
+        argmax = [replace(of, weight=np.zeros_like(of.weight)) for of in tables]
+        refused += not sampled.compare(given, tables, argmax, K, 1.0).holds
+    assert refused > 20 if fault else refused <= 1
+
+
+def test_the_chance_of_a_count_is_that_of_its_walks() -> None:
+    """Against the reference, which enumerates every walk."""
+    generator = random.Random(1)
+    tokens = 7
+    ratios = [
+        [generator.uniform(0.2, 1.3) for _ in range(min(K, tokens - 1 - i))]
+        for i in range(tokens - 1)
+    ]
+    weight = np.array([row + [0.0] * (K - len(row)) for row in [*ratios, []]])
+    limit = np.minimum(K, tokens - 1 - np.arange(tokens))
+    of = Table(weight, limit, np.full((tokens, K), np.inf), 0)
+    for passes in range(tokens):
+        walks = [chance for chance, walk in reference_replay.rounds(ratios) if len(walk) == passes]
+        assert sampled._chance(of, K, passes) == pytest.approx(sum(walks), abs=1e-12)

@@ -144,6 +144,20 @@ def test_the_warm_up_asks_for_no_more_than_the_check() -> None:
     assert asked == [4, 4, 4]
 
 
+def test_a_patched_vllm_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the second definition that tests/servers.sh appends."""
+    monkeypatch.setenv("DRAFTSMITH_SERVERS", str(tmp_path))
+    assert not tools.vllm_patched()
+    kernels = tmp_path / "vllm/lib/python3.11/site-packages/vllm/utils/cpu_triton_utils.py"
+    kernels.parent.mkdir(parents=True)
+    kernels.write_text("def _expand_kernel_impl(\n    output,\n): ...\n")
+    assert not tools.vllm_patched()
+    script = (Path(__file__).parent / "servers.sh").read_text()
+    added = script.partition("<< 'FIX'\n")[2].partition("FIX\n")[0]
+    kernels.write_text(kernels.read_text() + added)
+    assert tools.vllm_patched()
+
+
 @pytest.fixture
 def fake() -> Iterator[tuple[Fake, str]]:
     made = Fake()

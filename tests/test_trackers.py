@@ -34,7 +34,8 @@ MODULES += ("norm", "lm_head")
 KEYS = {
     "train": {"loss", "lr", "grad_norm", "tokens_per_s", "step", "tokens", "alpha_0", "alpha_1"}
     | {f"grad_norms_{module}" for module in MODULES},
-    "replay": {"tau", "tau_ci_0", "tau_ci_1", "tau_by_k_1", "tau_by_k_2", "tau_by_k_3", "k"}
+    "replay": {"tau", "tau_ci_0", "tau_ci_1", "k"}
+    | {f"{name}_{k}" for name in ("tau_by_k", "tau_greedy_by_k") for k in (1, 2, 3)}
     | {"alpha_0", "alpha_1", "alpha_2", "seconds", "biased", "step", "tokens"},
 }
 
@@ -55,7 +56,8 @@ def documented() -> set[str]:
         kinds = ("train", "replay") if kind == "KIND" else (kind,)
         for one in kinds:
             depths = range(DEPTHS if one == "train" else K)
-            spots = {"alpha_J": depths, "tau_by_k_K": range(1, 4), "grad_norms_MODULE": MODULES}
+            spots = {"alpha_J": depths, "grad_norms_MODULE": MODULES}
+            spots |= {"tau_by_k_K": range(1, 4), "tau_greedy_by_k_K": range(1, 4)}
             stem = name.rpartition("_")[0]
             found |= {f"{one}/{stem}_{j}" for j in spots.get(name, ())} or {f"{one}/{name}"}
     return found | {"replay/tau_ci_1"}

@@ -16,6 +16,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,10 @@ pytest.importorskip("datasets")
 
 import training
 from draftsmith.drafters import base
+from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
+from draftsmith.eval.replay import tables
+from draftsmith.eval.servers.agreement import walk
 from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, learner, loop
 from draftsmith.train.loop import Trainer
@@ -124,6 +128,13 @@ def test_the_best_checkpoint_serves_what_was_measured(
     trainer._evaluate()
     taus = [m["tau"] for m in metrics(run) if m["kind"] == "replay" and m["step"]]
     assert trainer.tau == max(taus)
+    # What it yields where q's argmax is drafted: the walk of such a server through the same text.
+    [line] = [m for m in metrics(run) if m["kind"] == "replay" and m["tau"] == max(taus)]
+    at_zero = [replace(batch, sampler=Sampler(0.0)) for batch in trainer._read_heldout()]
+    walked = [table for batch in at_zero for table in tables(drafter, batch, 3) if table.tokens]
+    passes = sum(walk(table, 3, shortens=False).passes for table in walked)
+    tau = sum(table.tokens for table in walked) / passes
+    assert line["tau_greedy_by_k"]["3"] == pytest.approx(tau) != pytest.approx(line["tau"])
     # However they are batched: as given, one at a time.
     monkeypatch.setattr(loop, "alone", lambda samples, indices, size: [[[i]] for i in indices])
     trainer._evaluate()
@@ -181,14 +192,14 @@ def _accelerator() -> Any:
 def test_best_is_chosen_by_tau(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by the loss, which falls on, nor the last; the first one on ties; never step 0."""
     planted = iter([9.0, 1.5, 1.9, 1.9, 1.2])
-    whole = loop.replay
+    whole = loop.replays
 
-    def replay(*args: Any, **kwargs: Any) -> Any:
+    def replays(*args: Any, **kwargs: Any) -> Any:
         found = whole(*args, **kwargs)
-        found[3].tau = next(planted)
+        found[0][3].tau = next(planted)
         return found
 
-    monkeypatch.setattr(loop, "replay", replay)
+    monkeypatch.setattr(loop, "replays", replays)
     run = trained(world, "planted", steps=8, save_every=2, log_every=1)
     losses = [m["loss"] for m in metrics(run) if m["kind"] == "train"]
     assert losses[-1] < losses[3]

@@ -20,9 +20,10 @@ from accelerate import Accelerator
 from draftsmith.drafters import base
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval.provenance import provenance
-from draftsmith.eval.replay import replay
+from draftsmith.eval.replay import replays
 from draftsmith.train import checkpoint, trackers, watch
 from draftsmith.train.checkpoint import Metrics, read_metrics
 from draftsmith.train.features import FeatureCache
@@ -158,11 +159,16 @@ class Trainer(Learner):
         return f"best is checkpoint-{best['step']}, replay tau {best['tau']:.3f} at k={best['k']}"
 
     def _evaluate(self) -> None:
-        """Replays the held-out conversations, and points `best` at the best checkpoint so far."""
+        """Replays the held-out conversations, and points `best` at the best checkpoint so far.
+
+        Logged beside tau: what it is on the same text where q's argmax is drafted, as servers do.
+        """
         recipe = self.recipe
         with self.accelerator.autocast():
-            found = replay(self.drafter, self._read_heldout(), recipe.k, recipe.seed)
-        result = found[recipe.k]
+            samplers = [None] if recipe.sampler.greedy else [None, Sampler(0.0)]
+            found = replays(self.drafter, self._read_heldout(), recipe.k, samplers, recipe.seed)
+        drawn, argmax = found[0], found[-1]
+        result = drawn[recipe.k]
         self.tau = result.tau
         biased = " (biased: not the target's own)" if result.biased else ""
         self._say(
@@ -176,7 +182,8 @@ class Trainer(Learner):
             tau=result.tau,
             tau_ci=list(result.tau_ci),
             alpha=result.alpha,
-            tau_by_k={str(j): r.tau for j, r in found.items()},
+            tau_by_k={str(j): r.tau for j, r in drawn.items()},
+            tau_greedy_by_k={str(j): r.tau for j, r in argmax.items()},
             k=recipe.k,
             seconds=self._seconds(),
             biased=result.biased,

@@ -9,6 +9,7 @@ Both get the same keys, at the run's step; runs/NAME/metrics.jsonl holds the sam
     replay/tau            tokens per verify pass on the held-out conversations, at k=replay/k
     replay/tau_ci_0, _1   its 95% interval
     replay/tau_by_k_K     the same for every draft length up to k
+    replay/tau_greedy_by_k_K  the same where q's argmax is drafted, as servers do by default
     replay/alpha_J        acceptance at depth J, as served
     replay/seconds        wall time of the run so far
     replay/biased         1 where the held-out text is not the target's own

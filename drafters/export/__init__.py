@@ -6,12 +6,13 @@ A server's module has
     RUN                         whether that version was really run; else its source was read
     LIMIT                       the longest draft it takes, None where it sets none
     FAMILIES                    the drafter families it can load
+    draws(drafter)              whether it can draw this drafter's drafts from q (see `drafting`)
     check(drafter, serving)     raises UserError for what it would ignore or misread
     write(drafter, folder, serving)
     command(drafter, folder, serving) -> str     how to serve the folder
 
-Inside draftsmith there is one truth (layer ids, absolute draft ids, norm flags, positions; see
-DESIGN.md); writers translate it, never copy. Flags that servers default differently are always
+Inside draftsmith there is one truth: layer ids (0 is the embedding's output, i that of layer i - 1),
+absolute draft ids, norm flags, positions. Writers translate it, never copy. Flags that servers default differently are always
 written. Readers are in `drafters/foreign` and share no code with the writers.
 """
 
@@ -26,6 +27,7 @@ import torch
 
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.sampling import Sampler
 
 SERVERS = ("vllm", "sglang", "tensorrt-llm", "gguf", "transformers")
 
@@ -42,7 +44,8 @@ class Serving:
 
     target: what the server is given as target model. k: draft length. length: the longest text.
     dtype: of the weights. target_gguf: the target as llama.cpp gets it. plain: for vLLM, EAGLE-3 in
-    its original layout instead of that of the speculators library.
+    its original layout instead of that of the speculators library. sampler: what the drafter was
+    trained for, None where that is not known.
     """
 
     target: str
@@ -51,6 +54,7 @@ class Serving:
     dtype: torch.dtype = torch.float32
     target_gguf: Path | None = None
     plain: bool = False
+    sampler: Sampler | None = None
 
 
 def server(name: str) -> Any:
@@ -58,6 +62,17 @@ def server(name: str) -> Any:
     if name not in SERVERS:
         raise UserError(f"--to: no server {name!r}; known are {', '.join(SERVERS)}")
     return importlib.import_module(f"draftsmith.drafters.export.{name.replace('-', '_')}")
+
+
+def drafting(name: str, drafter: Drafter, serving: Serving) -> str:
+    """How drafts are made at temperatures above 0 by the command that `command` gives.
+
+    "sampled": drawn from q and accepted with chance min(1, p/q), so that acceptance is the overlap
+    sum min(p, q) that a drafter is trained for. "greedy", every server's default: the argmax of q,
+    a point mass, accepted with chance p(argmax q). At temperature 0 there is no difference.
+    """
+    hot = serving.sampler is not None and not serving.sampler.greedy
+    return "sampled" if hot and server(name).draws(drafter) else "greedy"
 
 
 def check_family(name: str, family: str, k: int) -> None:

@@ -48,6 +48,13 @@ _DRAFT_MODELS = {
 }
 
 
+def draws(drafter: Drafter) -> bool:
+    """Drafts are q's argmax, accepted where the target draws the same token. Draft models (never
+    EAGLE-3) can be drawn with --spec-draft-sampling probabilistic, but from q's ten likeliest
+    tokens (common/speculative.cpp): no overlap that was trained or measured here."""
+    return False
+
+
 def check(drafter: Drafter, serving: Serving) -> None:
     if isinstance(drafter, Eagle):
         layouts.check_eagle3(drafter, "llama.cpp")

@@ -75,7 +75,7 @@ def block_of(drafter: Eagle | Eagle1) -> BlockConfig:
 
 
 def layer_ids(drafter: Eagle) -> list[int]:
-    """The tapped layers, ascending: vLLM sorts them. DESIGN.md's ids, 0 = embedding output."""
+    """The tapped layers, ascending: vLLM sorts them. Our ids: 0 is the embedding's output."""
     return sorted(tap for tap in drafter.taps if isinstance(tap, int))
 
 

@@ -2,7 +2,7 @@
 
 Read in SGLang 0.5: srt/models/llama_eagle3.py, srt/models/llama_eagle.py,
 srt/speculative/eagle_worker.py; not run here. Layer ids are read from eagle_config alone and count
-layers' outputs from 0: DESIGN.md's ids less one. norm_before_residual is known nowhere. Unknown and
+layers' outputs from 0: our ids less one. norm_before_residual is known nowhere. Unknown and
 missing names are passed over in silence. This folder suits vLLM and llama.cpp's converter as well,
 which read the ids at the top level.
 """
@@ -19,7 +19,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.eagle import Eagle
 from draftsmith.drafters.eagle1 import Eagle1
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.export import Serving, hf_model, layouts
+from draftsmith.drafters.export import Serving, drafting, hf_model, layouts
 from draftsmith.drafters.small import Small
 
 NAME = "SGLang"
@@ -27,6 +27,13 @@ VERSION = "0.5.23"
 RUN = False
 LIMIT = None
 FAMILIES = ("eagle", "eagle1", "small")
+
+
+def draws(drafter: Drafter) -> bool:
+    """Rejection sampling is for EAGLE chains, and for q over the target's whole vocabulary: with a
+    reduced one it ends at start (srt/speculative/eagle_worker_v2.py). q has the request's
+    temperature, but never its top-p."""
+    return isinstance(drafter, Eagle | Eagle1) and drafter.vocab.ids is None
 
 
 def check(drafter: Drafter, serving: Serving) -> None:
@@ -86,10 +93,12 @@ def eagle3_config(drafter: Eagle, serving: Serving) -> dict[str, Any]:
 def command(drafter: Drafter, folder: Path, serving: Serving) -> str:
     """topk 1 is a chain: k steps give k drafts, verified beside the root."""
     algorithm = {"eagle": "EAGLE3", "eagle1": "EAGLE", "small": "STANDALONE"}[drafter.family]
+    sampled = drafting("sglang", drafter, serving) == "sampled"
     return (
         f"python -m sglang.launch_server --model-path {shlex.quote(serving.target)} "
         f"--context-length {serving.length} --speculative-algorithm {algorithm} "
         f"--speculative-draft-model-path {shlex.quote(str(folder))} "
         f"--speculative-num-steps {serving.k} --speculative-eagle-topk 1 "
         f"--speculative-num-draft-tokens {serving.k + 1}"
+        + (" --speculative-use-rejection-sampling" if sampled else "")
     )

@@ -2,7 +2,7 @@
 
 Read in tensorrt_llm/_torch/models/modeling_speculative.py and docs of 1.2; not run here. It knows
 an EAGLE-3 head by draft_vocab_size. Which layers it taps is an argument of the LLM, not the
-checkpoint's: outputs counted from 0, DESIGN.md's ids less one. norm_before_residual is not known.
+checkpoint's: outputs counted from 0, our ids less one. norm_before_residual is not known.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ VERSION = "1.2"
 RUN = False
 LIMIT = None
 FAMILIES = ("eagle", "small")
+
+
+def draws(drafter: Drafter) -> bool:
+    """Drafts are q's argmax, accepted where the target draws the same token."""
+    return False
 
 
 def check(drafter: Drafter, serving: Serving) -> None:

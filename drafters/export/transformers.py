@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.export import Serving, hf_model
+from draftsmith.drafters.export import Serving, drafting, hf_model
 from draftsmith.drafters.small import Small
 
 NAME = "transformers"
@@ -17,6 +17,11 @@ VERSION = "5.24"
 RUN = True
 LIMIT = None
 FAMILIES = ("small",)
+
+
+def draws(drafter: Drafter) -> bool:
+    """With do_sample the assistant draws by the same settings, judged by min(1, p/q)."""
+    return True
 
 
 def check(drafter: Drafter, serving: Serving) -> None:
@@ -30,11 +35,17 @@ def write(drafter: Drafter, folder: Path, serving: Serving) -> None:
 
 
 def command(drafter: Drafter, folder: Path, serving: Serving) -> str:
-    """num_assistant_tokens_schedule keeps k as it is: by default it follows the acceptance."""
+    """num_assistant_tokens_schedule keeps k as it is: by default it follows the acceptance. The
+    sampler is named, since generate() cuts to 50 tokens otherwise."""
+    how = ""
+    if serving.sampler is not None and drafting("transformers", drafter, serving) == "sampled":
+        of = serving.sampler
+        how = f", do_sample=True, temperature={of.temperature:g}, top_k={of.top_k}"
+        how += f", top_p={of.top_p:g}"
     return (
         f"assistant = AutoModelForCausalLM.from_pretrained({str(folder)!r}); "
         f"assistant.generation_config.num_assistant_tokens = {serving.k}; "
         "assistant.generation_config.num_assistant_tokens_schedule = 'constant'; "
         "assistant.generation_config.assistant_confidence_threshold = 0; "
-        "model.generate(**inputs, assistant_model=assistant)"
+        f"model.generate(**inputs, assistant_model=assistant{how})"
     )

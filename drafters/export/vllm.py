@@ -3,7 +3,7 @@ draft models.
 
 Read in vLLM 0.32: transformers_utils/configs/speculators/base.py, model_executor/models/
 {llama_eagle3,llama_eagle,medusa}.py, config/speculative.py. It reports no missing tensor and drops
-unknown ones, so what is written is complete. Layer ids at the top level are DESIGN.md's own; those
+unknown ones, so what is written is complete. Layer ids at the top level are our own; those
 in eagle_config it would read the same way, though every other server adds 1 to them.
 """
 
@@ -20,7 +20,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.eagle import Eagle
 from draftsmith.drafters.eagle1 import Eagle1
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.export import Serving, hf_model, layouts
+from draftsmith.drafters.export import Serving, drafting, hf_model, layouts
 from draftsmith.drafters.medusa import Medusa
 from draftsmith.drafters.small import Small
 
@@ -29,6 +29,12 @@ VERSION = "0.32.0"
 RUN = True
 LIMIT = 128  # MAX_SPEC_LEN, v1/sample/rejection_sampler.py
 FAMILIES = ("eagle", "eagle1", "medusa", "small")
+
+
+def draws(drafter: Drafter) -> bool:
+    """v1/spec_decode: the proposer that EAGLE and draft models share keeps q; Medusa's takes the
+    argmax whatever it is told. q has the request's temperature, but never its top-k and top-p."""
+    return not isinstance(drafter, Medusa)
 
 
 def check(drafter: Drafter, serving: Serving) -> None:
@@ -142,13 +148,22 @@ METHODS = {"eagle": "eagle3", "eagle1": "eagle", "medusa": "medusa", "small": "d
 
 
 def command(drafter: Drafter, folder: Path, serving: Serving) -> str:
-    """The method is always named: without it vLLM takes a head for a draft model."""
-    how = {
-        "method": METHODS[drafter.family],
-        "model": str(folder),
-        "num_speculative_tokens": serving.k,
-    }
+    """Without --generation-config vLLM gives requests the checkpoint's own temperature, top-k,
+    top-p and repetition penalty where they name none (config/model.py: "auto")."""
+    how = speculation(drafter.family, folder, serving.k, drafting("vllm", drafter, serving))
     return (
         f"python -m vllm.entrypoints.openai.api_server --model {shlex.quote(serving.target)} "
-        f"--max-model-len {serving.length} --speculative-config {shlex.quote(json.dumps(how))}"
+        f"--max-model-len {serving.length} --generation-config vllm "
+        f"--speculative-config {shlex.quote(json.dumps(how))}"
     )
+
+
+def speculation(family: str, folder: Path, k: int, drafts: str) -> dict[str, Any]:
+    """--speculative-config. The method is always named: without it vLLM takes a head for a draft
+    model. Drafts are greedy by default; drawn ones are judged by rejection_sample_method
+    "standard", which is the default."""
+    how: dict[str, Any] = {"method": METHODS[family], "model": str(folder)}
+    how["num_speculative_tokens"] = k
+    if drafts == "sampled":
+        how["draft_sample_method"] = "probabilistic"
+    return how

@@ -1,6 +1,6 @@
 """EAGLE-3 heads as EAGLE, SGLang, TensorRT-LLM and vLLM (speculators) store them.
 
-Layer ids: those at config.json's top level are DESIGN.md's own (vLLM, llama.cpp); those inside
+Layer ids: those at config.json's top level are our own (vLLM, llama.cpp); those inside
 `eagle_config` count layers' outputs from 0 (SGLang, TensorRT-LLM, ModelOpt), one less. Without any
 all four take 2, L//2, L-3. d2t is an offset: target id = draft id + d2t[draft id].
 """
@@ -103,7 +103,7 @@ def llama_block(where: Path, shape: dict[str, Any]) -> BlockConfig:
 
 
 def _taps(where: Path, about: dict[str, Any], shape: dict[str, Any], target: Target) -> list[int]:
-    """DESIGN.md's ids. Raises UserError where the two ways of writing them disagree."""
+    """Layer ids as we count them. Raises UserError where the two ways of writing them disagree."""
     outer = about.get("eagle_aux_hidden_state_layer_ids")
     inner = about.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
     if inner is not None:

@@ -1,11 +1,11 @@
 """A server's counters against replay's walk of the text that the server itself wrote.
 
-Both servers draft greedily at any temperature and take the draft as a point mass: vLLM accepts it
-with chance p, and what it draws instead is never the draft; llama.cpp accepts it where the token
-drawn from the target is the same. So given the text a draft at depth j was accepted exactly where
-it is the text's own token, and every round is known: counts are equal as integers, request by
-request. Left open is a round that the answer's limit cut: of the drafts past the text's end nobody
-can say which were accepted, and they are shown apart.
+Both servers draft greedily by default, at any temperature (drawn drafts: sampled.py), and take the
+draft as a point mass: vLLM accepts it with chance p, and what it draws instead is never the draft;
+llama.cpp accepts it where the token drawn from the target is the same. So given the text a draft at
+depth j was accepted exactly where it is the text's own token, and every round is known: counts are
+equal as integers, request by request. Left open is a round that the answer's limit cut: of the
+drafts past the text's end nobody can say which were accepted, and they are shown apart.
 """
 
 from __future__ import annotations
@@ -134,6 +134,7 @@ class Agreement:
 
     def report(self) -> dict[str, Any]:
         return vars(self) | {
+            "drafts": "greedy",
             "counted": vars(self.counted),
             "expected": vars(self.expected),
             "tau": self.tau,
@@ -165,10 +166,17 @@ def compare(
     return out
 
 
-def replayed(target: Target, drafter: Drafter, answers: Sequence[Answer], k: int) -> list[Table]:
-    """Replay's table of every answer, drafts taken as point masses."""
+def replayed(
+    target: Target,
+    drafter: Drafter,
+    answers: Sequence[Answer],
+    k: int,
+    temperature: float = 0.0,
+) -> list[Table]:
+    """Replay's table of every answer: drafts drawn at the temperature, which is the answers' too,
+    or at 0 taken as point masses, in answers of any temperature."""
     texts = [Text(answer.prompt, answer.tokens) for answer in answers]
-    batches = read_texts(target, drafter, texts, Sampler(0.0))
+    batches = read_texts(target, drafter, texts, Sampler(temperature))
     return [table for batch in batches for table in tables(drafter, batch, k)]
 
 

@@ -9,8 +9,10 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target import Target
 from draftsmith.eval.parity import TIE
-from draftsmith.eval.servers.agreement import compare, differences, replayed
+from draftsmith.eval.servers import sampled
+from draftsmith.eval.servers.agreement import Agreement, compare, differences, replayed
 from draftsmith.eval.servers.client import Answer, Server
+from draftsmith.eval.servers.sampled import Sampled
 
 TEMPERATURES = (0.0, 1.0)
 Answers = dict[float, list[Answer]]  # by temperature, in the prompts' order
@@ -52,25 +54,32 @@ def report(
     drafter: Drafter,
     k: int,
     shortens: bool,
+    drafts: str,
     answers: Answers,
     plain: Answers | None,
 ) -> dict[str, Any]:
     """One entry per temperature, and `holds`: counters agree, and T=0 texts equal the plain ones.
 
-    plain: the answers of the same server without speculation; None: texts are not compared.
+    drafts: "greedy" or "sampled", how the server makes them at temperatures above 0. plain: the
+    answers of the same server without speculation; None: texts are not compared.
     """
     temperatures = []
     holds = True
     for temperature, given in answers.items():
-        tables = replayed(target, drafter, given, k)
-        agreement = compare(given, tables, k, temperature, shortens)
-        entry = agreement.report() | {
+        argmax = replayed(target, drafter, given, k)
+        found: Agreement | Sampled
+        if temperature > 0 and drafts == "sampled":
+            drawn = replayed(target, drafter, given, k, temperature)
+            found = sampled.compare(given, drawn, argmax, k, temperature)
+        else:
+            found = compare(given, argmax, k, temperature, shortens)
+        entry = found.report() | {
             "tokens": sum(len(a.tokens) for a in given),
             "tokens_per_s": speed(given),
             "plain_tokens_per_s": None if plain is None else speed(plain[temperature]),
             "texts": None,
         }
-        holds &= agreement.holds
+        holds &= found.holds
         if temperature == 0 and plain is not None:
             parted = differences(target, given, plain[temperature])
             entry["texts"] = {

@@ -26,7 +26,8 @@ class Kind:
     tested: the version that our tests run. prefix, tokens: see `counters.parse`. version(json of
     about): its version, None where the reply is another server's. body(prompt, tokens,
     temperature, seed): the request; ids(reply): the answer's token ids. shortens: it drafts less
-    where fewer tokens are left, instead of throwing away what exceeds the limit.
+    where fewer tokens are left, instead of throwing away what exceeds the limit. exact: the flags
+    without which its counts differ from replay's for reasons of rounding or of other requests.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Kind:
     body: Callable[[Sequence[int], int, float, int], dict[str, Any]]
     ids: Callable[[dict[str, Any]], list[int] | None]
     shortens: bool
+    exact: str
 
 
 @dataclass

@@ -1,9 +1,9 @@
 """llama.cpp: how llama-server is started, asked and counted (run here: b11434).
 
 It drafts no more than min(k, tokens left - 1), and with one token left takes a plain step, so that
-no round is cut (server-context.cpp, get_n_draft_max). Drafts are greedy at any temperature: a
-draft is accepted where the token sampled from the target is the same. `ignore_eos` bans the end
-tokens from the target's law. Counters per position came after build 10068.
+no round is cut (server-context.cpp, get_n_draft_max). As we start it drafts are greedy at any
+temperature: a draft is accepted where the token sampled from the target is the same. `ignore_eos`
+bans the end tokens from the target's law. Counters per position came after build 10068.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from draftsmith.eval.servers.client import Kind
 
 FP32 = ["-fa", "off", "-ctk", "f32", "-ctv", "f32"]  # the caches are f16 by default
 DRAFT_FP32 = ["-ctkd", "f32", "-ctvd", "f32"]
+ALL_DRAFTS = ["--spec-draft-p-min", "0"]  # none is held back for being unlikely
 
 
 def command(
@@ -32,7 +33,7 @@ def command(
     ]  # fmt: skip
     if draft is not None:
         words += ["-md", str(draft), "--spec-type", kind, "--spec-draft-n-max", str(k)]
-        words += ["--spec-draft-p-min", "0", "-td", "1", "-tbd", "1", *DRAFT_FP32]
+        words += [*ALL_DRAFTS, "-td", "1", "-tbd", "1", *DRAFT_FP32]
     return words
 
 
@@ -62,4 +63,5 @@ LLAMA_CPP = Kind(
     body=_body,
     ids=lambda reply: reply["tokens"],
     shortens=True,
+    exact=" ".join(["-np", "1", *FP32, *DRAFT_FP32, *ALL_DRAFTS]),
 )

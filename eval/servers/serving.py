@@ -21,11 +21,13 @@ FORMS = {"vllm": "vllm", "llama.cpp": "gguf"}  # what `draftsmith export --to` c
 
 @dataclass(frozen=True)
 class Draft:
-    """An exported drafter: its folder, its family and the draft length."""
+    """An exported drafter: its folder, its family, the draft length and how drafts are made (as
+    `drafters.export.drafting` names it)."""
 
     folder: Path
     family: str
     k: int
+    drafts: str = "greedy"
 
 
 def kind(name: str) -> Kind:
@@ -52,15 +54,15 @@ def serving(
     """
     k = 0 if draft is None else draft.k
     length += k + 2  # drafts past a text's end need room too
-    method = server(FORMS[name]).METHODS[draft.family] if draft else ""
+    form = server(FORMS[name])
     command: Callable[[int], list[str]]
     if name == "vllm":
-        folder = draft.folder if draft else None
-        python = tools.vllm_python()
-        command = partial(vllm.command, python, target.path, folder, method, k, length)
+        how = form.speculation(draft.family, draft.folder, k, draft.drafts) if draft else None
+        command = partial(vllm.command, tools.vllm_python(), target.path, how, length)
         environment = vllm.ENVIRONMENT
     else:
         file = draft_gguf(draft.folder) if draft else None
+        method = form.METHODS[draft.family] if draft else ""
         program, gguf = tools.llama_server(), tools.target_gguf(target)
         command = partial(llama_cpp.command, program, gguf, file, method, k, length)
         environment = {"LD_LIBRARY_PATH": str(program.parent)}

@@ -23,6 +23,15 @@ def vllm_python() -> Path:
     return _found("vllm", "vllm/bin/python")
 
 
+def vllm_patched() -> bool:
+    """Whether the vLLM here has the fix that tests/servers.sh appends: a second definition of the
+    kernel that gives each draft its request's temperature."""
+    kernels = "vllm/lib/python3*/site-packages/vllm/utils/cpu_triton_utils.py"
+    return any(
+        file.read_text().count("def _expand_kernel_impl(") > 1 for file in folder().glob(kernels)
+    )
+
+
 def llama_server() -> Path:
     """The llama-server program. Raises UserError where it is not set up."""
     return _found("llama.cpp", "llama.cpp/build/bin/llama-server")

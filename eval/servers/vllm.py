@@ -1,8 +1,9 @@
 """vLLM: how it is started, asked and counted (V1 engine; run here in the CPU build 0.32.0).
 
 It drafts k tokens in every round, those past the answer's limit too, and throws away what exceeds
-it: a request's last round may be cut. Drafts are greedy at any temperature, judged as point
-masses (v1/sample/rejection_sampler.py).
+it: a request's last round may be cut. Drafts are greedy at any temperature, judged as point masses,
+or where the speculation says so drawn from q at the request's temperature, judged by min(1, p/q)
+(v1/sample/rejection_sampler.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,12 @@ from typing import Any
 from draftsmith.eval.servers.client import Kind
 
 MODULE = "vllm.entrypoints.openai.api_server"  # `vllm serve` looks for a distribution called vllm
+# What a comparison with replay needs of a server: fp32, one request at a time, no compiled graphs,
+# no prefix that another request left, no sampling parameters of the checkpoint's own.
+EXACT = [
+    "--dtype", "float32", "--max-num-seqs", "1", "--enforce-eager", "--no-enable-prefix-caching",
+    "--generation-config", "vllm",
+]  # fmt: skip
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -27,23 +34,19 @@ ENVIRONMENT = {
 
 
 def command(
-    python: Path, target: str, draft: Path | None, method: str, k: int, length: int, port: int
+    python: Path, target: str, speculation: dict[str, Any] | None, length: int, port: int
 ) -> list[str]:
-    """The command that serves a target in fp32, with a drafter or (draft None) without.
+    """The command that serves a target in fp32, with a drafter or (None) without.
 
-    target: a folder or hub id; method: one of METHODS of drafters/export/vllm.py; length: of prompt
-    and answer.
-    Prefixes are not cached, so that requests do not depend on each other.
+    target: a folder or hub id; speculation: of drafters/export/vllm.py; length: of prompt and
+    answer.
     """
     words = [
         str(python), "-m", MODULE, "--model", target,
-        "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
-        "--max-model-len", str(length), "--max-num-seqs", "1", "--enforce-eager",
-        "--no-enable-prefix-caching",
+        "--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(length), *EXACT,
     ]  # fmt: skip
-    if draft is not None:
-        speculative = {"method": method, "model": str(draft), "num_speculative_tokens": k}
-        words += ["--speculative-config", json.dumps(speculative)]
+    if speculation is not None:
+        words += ["--speculative-config", json.dumps(speculation)]
     return words
 
 
@@ -55,6 +58,7 @@ def _body(prompt: Sequence[int], tokens: int, temperature: float, seed: int) -> 
         "top_p": 1.0,
         "top_k": -1,
         "min_p": 0.0,
+        "repetition_penalty": 1.0,
         "seed": seed,
         "ignore_eos": True,
         "return_token_ids": True,
@@ -73,4 +77,5 @@ VLLM = Kind(
     body=_body,
     ids=lambda reply: reply["choices"][0]["token_ids"],
     shortens=False,
+    exact=" ".join(EXACT),
 )

@@ -506,7 +506,7 @@ def test_readers_and_writers_share_nothing() -> None:
 
 
 def test_the_positions_are_those_that_are_served(tmp_path: Path) -> None:
-    """Fault: the training length, or the target's own, as the longest text (T12)."""
+    """Fault: the training length, or the target's own, as the longest text."""
     about, _ = rules.files(written("vllm", drafter("eagle", **EAGLE), tmp_path))
     assert about["transformer_layer_config"]["max_position_embeddings"] == 128
 

@@ -148,7 +148,7 @@ def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 
 def cells(made: list[bool], depths: int) -> list[tuple[int, int]]:
-    """(anchor, depth) of one text, by walking the rule of drafters/batch.py; label at anchor + 2 + depth."""
+    """(anchor, depth) of a text, by the rule of drafters/batch.py; label at anchor + 2 + depth."""
     return [
         (a, j)
         for a in range(len(made) - 1)

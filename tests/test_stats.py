@@ -296,7 +296,7 @@ def drafter(name: str, vocab: int = V) -> Drafter:
 
 
 def cells(batch: Batch, depths: int) -> dict[tuple[int, int, int], tuple[int, int]]:
-    """(row, anchor, depth) -> (position compared, label), by walking the rule of drafters/batch.py."""
+    """(row, anchor, depth) -> (position compared, label), by the rule of drafters/batch.py."""
     out = {}
     made, segment = batch.made.tolist(), batch.segment.tolist()
     for b, row in enumerate(batch.tokens.tolist()):

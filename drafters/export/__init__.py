@@ -11,9 +11,9 @@ A server's module has
     write(drafter, folder, serving)
     command(drafter, folder, serving) -> str     how to serve the folder
 
-Inside draftsmith there is one truth: layer ids (0 is the embedding's output, i that of layer i - 1),
-absolute draft ids, norm flags, positions. Writers translate it, never copy. Flags that servers default differently are always
-written. Readers are in `drafters/foreign` and share no code with the writers.
+Inside draftsmith there is one truth: layer ids (0 is the embedding's output), absolute draft ids,
+norm flags, positions. Writers translate it, never copy. Flags that servers default differently are
+always written. Readers are in `drafters/foreign` and share no code with the writers.
 """
 
 from __future__ import annotations

@@ -166,11 +166,14 @@ def report(found: Sequence[dict[str, Any]], folder: Path) -> None:
         row: list[object] = [kind, len(taus[kind, "T=1"])]
         for t in ("T=1", "T=0"):
             tau, real = mean[kind, t], mean["real", t]
-            row += [number(tau), f"{tau / real:.1%}", f"{(tau - 1) / (real - 1):.1%}"]
+            each = ", ".join(number(one) for one in taus[kind, t])
+            row += [
+                f"{number(tau)} ({each})", f"{tau / real:.1%}", f"{(tau - 1) / (real - 1):.1%}",
+            ]  # fmt: skip
         rows.append(row)
     head = ["data", "seeds"]
     for t in ("T=1", "T=0"):
-        head += [f"tau, {t}", "of real's", "of real's gain over 1"]
+        head += [f"tau, {t} (each seed)", "of real's", "of real's gain over 1"]
     text = (
         f"# Self-made data\n\nEAGLE-3 of SmolLM2, about {found[0]['tokens_made']:,} target-made "
         f"tokens, {found[0]['steps']} steps, replay at k={K} on the target's answers to {HELD} "

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
@@ -182,9 +183,15 @@ def _rounds(
         decoder.clock = Clock()
         # Where rounds of two tokens turn out too long, as many as are enough at any acceptance.
         tokens = (count + skipped) * (decoder.policy.nodes if tries else 2) + 1
+        tokens = min(tokens, decoder.target.max_positions - len(prompt))
         with end_token(decoder.target, None):
             decoder.generate([prompt], sampler, tokens, rows=[tries], seed=seed, progress=mark)
         out += found[skipped:]
+        if tries and not found[skipped:]:
+            raise UserError(
+                f"prompt: after its {len(prompt)} tokens the target has no room for rounds to "
+                "time; take a shorter one"
+            )
         tries += 1
     return out[:count]
 

@@ -92,7 +92,7 @@ def bench(request: Request) -> None:
         "warm_up": WARM_UP,
         "seed": request.seed,
         "drafters": {name: _weights(name) for name in request.drafters},
-        **{key: here[key] for key in ("device", "dtype", "machine", "commit")},
+        **{key: here[key] for key in ("device", "dtype", "machine", "versions")},
     }
     store = Store(request.output, settings, here)
     with _CellProgress(len(cells)) as progress:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from draftsmith.drafters.errors import UserError
+from draftsmith.train import checkpoint
 
 
 def once(
@@ -23,9 +23,7 @@ def once(
     made = stored.get("key") != key
     if made:
         stored = {"key": key, "made": make()}
-        scratch = file.with_suffix(".tmp")
-        scratch.write_text(json.dumps(stored, indent=1, allow_nan=False) + "\n")
-        os.replace(scratch, file)
+        checkpoint.write(file, json.dumps(stored, indent=1, allow_nan=False) + "\n")
         stored = json.loads(file.read_text())  # the same types, made or read
     return stored["made"], made
 

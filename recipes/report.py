@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter
@@ -78,6 +79,7 @@ def report(run: Path, settings: Settings) -> dict[str, Any]:
     latest = base.load(run / f"checkpoint-{steps[-1]}", target)
     k = settings.k or min(recipe.k, latest.longest or recipe.k)
     latest.check(Policy(k))
+    del latest  # each checkpoint's has its turn
     sets = {
         name: answered(
             run.parent / "heldout", target, prompts, sampler, settings.max_new_tokens, settings.seed
@@ -144,7 +146,7 @@ def read_run(run: Path) -> tuple[Recipe, list[int]]:
     path = run / "recipe.yaml"
     if not path.is_file():
         raise UserError(f"{run}: no run there (recipe.yaml is missing); give a folder of runs/")
-    recipe = recipes.load(path)
+    recipe = recipes.parse(yaml.safe_load(path.read_text()), str(path))
     checkpoint.check_idle(run)
     steps = checkpoint.steps(run)
     if not steps:

@@ -192,6 +192,14 @@ def test_recipes_of_large_targets(name: str, parameters: int, tmp_path: Path) ->
     assert logits < 4 << 30, "chunk is too large for a vocabulary of this size"
 
 
+def test_one_long_text_of_many_is_not_held_out() -> None:
+    """Fault: memory for a text of 100,000 tokens, of which a row reads 2,048, refuses the run."""
+    lengths = torch.full((1000,), 500)
+    lengths[7] = 100_000
+    assert cost._longest(lengths, 16) == 500
+    assert cost._longest(lengths[:8], 8) > 500
+
+
 def test_heads_that_training_does_not_reach(world: World) -> None:
     """Fault: the last head stays what it was, which shows when it is served."""
     for depths in (2, 4):

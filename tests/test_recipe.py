@@ -72,6 +72,16 @@ def test_a_key_that_nothing_would_read(tmp_path: Path, changes: dict[str, Any], 
     assert words in refusal(write(tmp_path, **changes))
 
 
+def test_only_what_is_asked_must_be_read(tmp_path: Path) -> None:
+    """An override may leave a shipped recipe's key unread; a run's stored recipe is taken as it is;
+    but a key that the command itself names is told."""
+    medusa = recipe.load("llama31-8b-medusa", ["loss=kl", "switch_alpha=[]"])
+    assert medusa.eta == 10
+    assert "eta: is ignored without loss: lk" in refusal("smol-eagle3", "loss=kl", "eta=5")
+    stored = yaml.safe_load(write(tmp_path, eta=5).read_text())
+    assert recipe.parse(stored, "runs/old/recipe.yaml").eta == 5
+
+
 def test_keys_that_are_read(tmp_path: Path) -> None:
     """The same where something does; and defaults, which a run's own recipe.yaml holds all of."""
     recipe.load(write(tmp_path, eta=5, loss=["kl", "lk"], switch_alpha=[0.5], decay=0.5))

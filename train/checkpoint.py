@@ -118,6 +118,8 @@ def save(
         base.save(drafter, scratch, weights)
         torch.save(state | {"step": step, "rng": rng_state()}, scratch / "state.pt")
         publish(scratch, place)
+    except torch.OutOfMemoryError:  # of a device: a RuntimeError, but not the disk's
+        raise
     except NOT_WRITTEN as error:
         shutil.rmtree(scratch, ignore_errors=True)
         remedy = "those before it are whole: make room, and run the same command again"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import psutil
 import torch
+from torch import Tensor
 
 from draftsmith.eval.replay import ROWS
 from draftsmith.train import checkpoint, features, storage
@@ -48,7 +49,8 @@ def memory(recipe: Recipe, outline: Outline, texts: Texts, device: torch.device)
         heads = target.config.num_attention_heads
         acts += 5 * depths * recipe.rows * heads * recipe.length**2 // 2
     # Of held-out texts, a batch at a time but each of them whole: states, and those of the draft.
-    held = REPLAYED * int(texts.lengths.max()) * H * (taps + 4 + (1 if shared else recipe.k))
+    longest = min(_longest(texts.lengths, recipe.heldout), target.max_positions)
+    held = REPLAYED * longest * H * (taps + 4 + (1 if shared else recipe.k))
     learned = int(tokens * texts.share)
     rows = min(recipe.chunk, learned * depths)
     training = _logits(rows // depths, rows, V, Vd)
@@ -70,6 +72,11 @@ def memory(recipe: Recipe, outline: Outline, texts: Texts, device: torch.device)
     if device.type == "cpu":
         parts = {"program and libraries": psutil.Process().memory_info().rss} | parts
     return parts
+
+
+def _longest(lengths: Tensor, count: int) -> int:
+    """About the longest of `count` texts drawn from all."""
+    return int(torch.quantile(lengths.double(), 1 - 1 / max(count, 1)))
 
 
 def _logits(m: int, n: int, V: int, Vd: int) -> int:

@@ -21,6 +21,7 @@ from draftsmith.eval.stats import Chunk, chunk_stats, chunks
 from draftsmith.train.passes import passes
 from draftsmith.train.weights import DepthWeights, Running, Sums, reached
 
+DRAWN = 1 << 20  # numbers of a row's noise drawn at a time: they are made from int64 ones
 FLOOR = 1e-6  # of alpha under a logarithm, where nothing overlaps (LK, arXiv 2602.23881)
 
 
@@ -125,9 +126,12 @@ class Objective:
         noisy = {}
         for number, tap in enumerate(sorted(batch.features)):
             values = batch.features[tap]  # (B, T, H)
-            place = torch.arange(values[0].numel(), device=batch.device)  # t * H + channel
-            uniform = noise.uniform(Purpose.FEATURE, place.unsqueeze(0), number).view_as(values)
-            noisy[tap] = values + (self.feature_noise * (2 * uniform - 1)).to(values.dtype)
+            places = torch.arange(values[0].numel(), device=batch.device)  # t * H + channel
+            drawn = []
+            for some in places.split(DRAWN):
+                uniform = noise.uniform(Purpose.FEATURE, some.unsqueeze(0), number)
+                drawn.append((self.feature_noise * (2 * uniform - 1)).to(values.dtype))
+            noisy[tap] = values + torch.cat(drawn, 1).view_as(values)
         return replace(batch, features=noisy)
 
 

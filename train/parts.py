@@ -26,7 +26,7 @@ class Parts:
 
     A row carries the `index` of its prompt; a conversation may take several rows, which then lie in
     one part. A row without ids stands for a prompt that was given up, `finish` saying why; it is
-    asked again when the run goes on. A part's name holds its lowest index, so that several
+    asked again where a call goes on. A part's name holds its lowest index, so that several
     processes may add parts at once, its row count and the start of its content hash, so that one
     cut short is told apart. Raises UserError for parts that are broken, or answer a prompt twice.
     """

@@ -85,7 +85,7 @@ def check(recipe: Recipe, prompts: list[Prompt] | None = None) -> None:
         raise UserError(
             f"recipe {recipe.name}: needs about {_gib(need)} of memory, most for {part} "
             f"({_gib(made.memory[part])}), and {made.device} has {_gib(free)} free; lower rows, "
-            "length or chunk, or take a smaller drafter"
+            "length, chunk or k, or take a smaller drafter"
         )
     folder = recipe.folder
     disk = dict(made.disk)

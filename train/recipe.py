@@ -160,7 +160,13 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             raw[key.strip()] = yaml.safe_load(value)
         except yaml.YAMLError:
             raise UserError(f"{item}: the value is not valid YAML") from None
-    return parse(raw, str(path))
+    read = parse(raw, str(path))
+    asked = [item.partition("=")[0].strip() for item in overrides]
+    try:
+        _check_read(read, asked or list(raw))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    return read
 
 
 def find(path: str | Path) -> Path:
@@ -217,14 +223,17 @@ def parse(raw: dict[str, Any], where: str) -> Recipe:
         _ = recipe.sampler
         _check_objective(recipe)
         _check_adapt(recipe)
-        _check_read(recipe)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     return recipe
 
 
-def _check_read(recipe: Recipe) -> None:
-    """Raises UserError for a key that nothing would read beside the others."""
+def _check_read(recipe: Recipe, asked: Sequence[str]) -> None:
+    """Raises UserError for a key that nothing would read beside the others.
+
+    asked: the keys of a file, or those that a command changes in one: what an override leaves
+    unread in a shipped recipe is no mistake.
+    """
     if recipe.samples and recipe.prompts:
         raise UserError("prompts: nothing is asked where samples are given; leave one of them out")
     readers: dict[str, tuple[str, Any]] = {
@@ -236,7 +245,7 @@ def _check_read(recipe: Recipe) -> None:
     }
     for key, (reader, there) in readers.items():
         default = Recipe.model_fields[key].default  # a run's recipe.yaml holds all of them
-        if not there and getattr(recipe, key) != default:
+        if key in asked and not there and getattr(recipe, key) != default:
             remedy = f"set {reader} too, or leave it out ({key}={default})"
             raise UserError(f"{key}: is ignored without {reader}; {remedy}")
 

@@ -69,11 +69,11 @@ def generate(
 
     server: it answers, and the target here audits it: by the first answers of every call, and at
     the end; foreign=True leaves that out, and marks the samples. While it answers nobody it is
-    waited for (see endpoint.py); prompts that it failed at are asked again by the next call. stop:
-    strings that end an answer, besides the end tokens (answers made here only). about: lines for
-    stderr, printed once nothing more can be refused. ranks: processes that call this together, on
-    one disk; each answers its share, the main one merges them. Raises UserError, all that can be
-    told before anything is computed.
+    waited for (see endpoint.py); prompts that it failed at are asked again where a call goes on,
+    not once the samples are whole. stop: strings that end an answer, besides the end tokens
+    (answers made here only). about: lines for stderr, printed once nothing more can be refused.
+    ranks: processes that call this together, on one disk; each answers its share, the main one
+    merges them. Raises UserError, all that can be told before anything is computed.
     """
     folder = Path(folder)
     check_request(prompts, max_new_tokens, batch_size)

@@ -29,7 +29,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from draftsmith.drafters.errors import UserError, reason
+from draftsmith.drafters.errors import UserError, cannot_write, reason
 from draftsmith.train.recipe import Recipe
 
 PROJECT = "draftsmith"
@@ -66,11 +66,17 @@ def start(accelerator: Accelerator, recipe: Recipe) -> None:
 
 
 def _wandb_id(folder: Path) -> str:
-    """The run's id in wandb. Random: a name may be taken again, an id of wandb's may not."""
+    """The run's id in wandb. Random: a name may be taken again, an id of wandb's may not. A run
+    without a checkpoint begins anew there as well."""
     path = folder / ".wandb-id"
-    if not path.is_file():
-        path.write_text(secrets.token_hex(4))
-    return path.read_text()
+    stored = path.read_text() if path.is_file() else ""
+    if not stored or not any(folder.glob("checkpoint-*")):
+        stored = secrets.token_hex(4)
+        try:
+            path.write_text(stored)
+        except OSError as error:
+            raise cannot_write(path, error, "make room, or change runs") from None
+    return stored
 
 
 def flat(values: dict[str, Any]) -> dict[str, float]:

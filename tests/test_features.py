@@ -426,7 +426,6 @@ def test_too_little_disk(copied: Copied, monkeypatch: pytest.MonkeyPatch) -> Non
         ({"feature_cache": "lots"}, "feature_cache"),
         ({"feature_cache": "20GiBi"}, "feature_cache"),
         ({"feature_cache": 0}, "feature_cache"),
-        ({"feature_cache": None, "feature_dtype": "bfloat16"}, "set feature_cache too"),
         ({"feature_dtype": "float8"}, "feature_dtype"),
     ],
 )

@@ -43,7 +43,7 @@ def check(line: str) -> None:
         words = [*words[at].split("."), *words[at + 1 :]]
     command: Any = typer.main.get_command(app)
     name, *rest = words[1:]
-    if not rest:  # spoken of, not run
+    if rest in ([], ["--help"]):  # spoken of, not run
         assert name in command.commands
         return
     parsed = command.commands[name].make_context(name, rest)

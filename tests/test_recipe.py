@@ -77,7 +77,7 @@ def test_only_what_is_asked_must_be_read(tmp_path: Path) -> None:
     but a key that the command itself names is told."""
     medusa = recipe.load("llama31-8b-medusa", ["loss=kl", "switch_alpha=[]"])
     assert medusa.eta == 10
-    assert "eta: is ignored without loss: lk" in refusal("smol-eagle3", "loss=kl", "eta=5")
+    assert "eta: is ignored without loss: lk" in refusal("smol-small", "eta=5")
     stored = yaml.safe_load(write(tmp_path, eta=5).read_text())
     assert recipe.parse(stored, "runs/old/recipe.yaml").eta == 5
 

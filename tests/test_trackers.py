@@ -153,12 +153,14 @@ def test_a_run_that_goes_on_is_one_run_in_wandb(world: World) -> None:
     accelerator: Any = SimpleNamespace(
         is_main_process=True, init_trackers=lambda project, values, own: opened.append(own["wandb"])
     )
-    for name in ("resumed", "resumed", "another"):
+    for name in ("resumed", "resumed", "resumed", "another"):
         chosen = load(recipe(world, name, "wandb"))
         chosen.folder.mkdir(parents=True, exist_ok=True)
         trackers.start(accelerator, chosen)
-    first, second, other = (how["id"] for how in opened)
-    assert first == second != other and {how["resume"] for how in opened} == {"allow"}
+        if len(opened) == 2:  # until then it began anew each time
+            (chosen.folder / "checkpoint-4").mkdir()
+    anew, first, second, other = (how["id"] for how in opened)
+    assert anew != first == second != other and {how["resume"] for how in opened} == {"allow"}
 
 
 def test_a_stopped_run_closes_its_trackers(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

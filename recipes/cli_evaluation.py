@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from draftsmith.recipes.options import SUITE, Seed, Temperature, TopK, TopP, numbers
+from draftsmith.recipes.options import OwnTarget, Prompts, Seed, Temperature, TopK, TopP, numbers
 
 commands = typer.Typer()
 
@@ -28,10 +28,8 @@ def evaluate(
     checkpoint: Annotated[
         str, typer.Argument(help="A checkpoint folder, an exported or published drafter, or ngram.")
     ],
-    target: Annotated[
-        str | None, typer.Option(help="Default: the one the drafter was made for.")
-    ] = None,
-    prompts: Annotated[str | None, typer.Option(help=SUITE)] = None,
+    target: OwnTarget = None,
+    prompts: Prompts = None,
     limit: Annotated[int, typer.Option(min=1, help="Use at most this many prompts.")] = 16,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -73,7 +71,7 @@ def evaluate(
 def report(
     run: Annotated[Path, typer.Argument(help="A run's folder, as `draftsmith train` made it.")],
     target: Annotated[str | None, typer.Option(help="Default: the run's own.")] = None,
-    prompts: Annotated[str | None, typer.Option(help=SUITE)] = None,
+    prompts: Prompts = None,
     limit: Annotated[int, typer.Option(min=1, help="At most this many, from all domains.")] = 32,
     decode_limit: Annotated[int, typer.Option(min=1, help="How many of them to decode.")] = 16,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 128,
@@ -95,7 +93,7 @@ def report(
 def compare(
     drafters: Annotated[list[str], typer.Argument(help="Runs' folders, checkpoints, or ngram.")],
     target: Annotated[str | None, typer.Option(help="Default: the drafters' own.")] = None,
-    prompts: Annotated[str | None, typer.Option(help=SUITE)] = None,
+    prompts: Prompts = None,
     limit: Annotated[int, typer.Option(min=1, help="At most this many, from all domains.")] = 32,
     decode_limit: Annotated[int, typer.Option(min=1, help="How many of them to decode.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 96,
@@ -155,7 +153,7 @@ def bench(
     batch: Annotated[str, typer.Option(help="Rows decoded at once.")] = "1",
     temperature: Annotated[str, typer.Option(help="0 is greedy.")] = "0",
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 64,
-    prompts: Annotated[str | None, typer.Option(help=SUITE)] = None,
+    prompts: Prompts = None,
     limit: Annotated[int, typer.Option(min=1, help="At most this many, from all domains.")] = 16,
     shape: Annotated[
         str | None, typer.Option(help="SYNTHETIC: a random target of this shape, e.g. llama-8b.")

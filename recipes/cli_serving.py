@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from draftsmith.recipes.options import SUITE, Seed
+from draftsmith.recipes.options import OwnTarget, Prompts, Seed
 
 commands = typer.Typer()
 
@@ -24,9 +24,7 @@ def export(
     output: Annotated[
         Path | None, typer.Option(help="Folder to make; default: exports/RUN-SERVER.")
     ] = None,
-    target: Annotated[
-        str | None, typer.Option(help="Default: the one the drafter was made for.")
-    ] = None,
+    target: OwnTarget = None,
     k: Annotated[int | None, typer.Option(min=1, help="Draft length; default: the run's.")] = None,
     length: Annotated[
         int | None, typer.Option(help="Longest text to serve; default: the target's positions.")
@@ -57,13 +55,11 @@ def export(
 def serve_check(
     export: Annotated[Path, typer.Argument(help="A folder that `draftsmith export` wrote.")],
     server: Annotated[str, typer.Option(help="vllm, llama.cpp, or a running server's URL.")],
-    target: Annotated[
-        str | None, typer.Option(help="Default: the one the drafter was made for.")
-    ] = None,
+    target: OwnTarget = None,
     checkpoint: Annotated[
         Path | None, typer.Option(help="Default: the one that the export's card names.")
     ] = None,
-    prompts: Annotated[str | None, typer.Option(help=SUITE)] = None,
+    prompts: Prompts = None,
     limit: Annotated[int, typer.Option(min=1, help="Use at most this many prompts.")] = 8,
     k: Annotated[int | None, typer.Option(min=1, help="Default: the export's own.")] = None,
     drafts: Annotated[

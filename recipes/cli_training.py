@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftsmith.drafters.errors import UserError
-from draftsmith.recipes.options import Seed, Temperature, TopK, TopP
+from draftsmith.recipes.options import AnyTarget, Seed, Temperature, TopK, TopP
 
 commands = typer.Typer()
 
@@ -38,7 +38,7 @@ def sample(
     folder: Annotated[
         Path, typer.Argument(help="Samples folder to make or go on with; --show: or a file.")
     ],
-    target: Annotated[str, typer.Option(help="Hub id, folder, GGUF file or smollm2.")] = "smollm2",
+    target: AnyTarget = "smollm2",
     device_map: Annotated[
         str | None, typer.Option(help="auto: spread the target over all GPUs.")
     ] = None,
@@ -104,7 +104,7 @@ def sample(
 )
 def self_prompt(
     file: Annotated[Path, typer.Argument(help="JSONL file of prompts to make.")],
-    target: Annotated[str, typer.Option(help="Hub id, folder, GGUF file or smollm2.")] = "smollm2",
+    target: AnyTarget = "smollm2",
     count: Annotated[int, typer.Option(min=1, help="Questions written; fewer are kept.")] = 1000,
     system: Annotated[str | None, typer.Option(help="A system prompt that sets the topic.")] = None,
     template: Annotated[

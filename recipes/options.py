@@ -15,6 +15,9 @@ SUITE = (
     "A file (JSONL, JSON, CSV, TSV, text, Parquet), a folder of them, a data set on the hub, or a "
     "mix (YAML); default: our own."
 )
+Prompts = Annotated[str | None, typer.Option(help=SUITE)]
+AnyTarget = Annotated[str, typer.Option(help="Hub id, folder, GGUF file or smollm2.")]
+OwnTarget = Annotated[str | None, typer.Option(help="Default: the one the drafter was made for.")]
 Seed = Annotated[int, typer.Option(help="Keys every draw.")]
 
 

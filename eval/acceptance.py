@@ -1,4 +1,4 @@
-"""Acceptance as a report quotes it: alpha per depth and tau, with intervals, of any set of texts.
+"""Acceptance of any set of texts: tau, alpha per depth, and their intervals.
 
 Intervals are 95% percentile bootstraps over prompts: the tokens of one text are no independent
 observations, and an interval from single tokens would be several times too narrow.
@@ -7,13 +7,14 @@ observations, and an interval from single tokens would be several times too narr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from draftsmith.eval.replay import Moments, Replay, Table, moments
+from draftsmith.eval.decoder.text import Text
 
 INTERVAL = 0.95
 RESAMPLES = 1000
@@ -24,6 +25,19 @@ REPETITIVE = 0.2  # share of a text's tokens in a repeated n-gram, above which i
 Array = NDArray[np.float64]
 
 
+@dataclass
+class Moments:
+    """Of the counts over one text: mean and variance of [passes, accepted at depth 0, 1, ..].
+
+    reached and survived (k,): expected rounds in which depth j was reached, and accepted.
+    """
+
+    mean: Array  # (1 + k,)
+    variance: Array
+    reached: Array
+    survived: Array
+
+
 class Part(NamedTuple):
     """One text: its prompt, tokens that verify passes emit, and what the decoder counts on it."""
 
@@ -32,46 +46,85 @@ class Part(NamedTuple):
     counts: Moments
 
 
-def parts_of(tables: Sequence[Table], k: int, block: bool = False) -> list[Part]:
-    """The moments of every text, taken once for all the groups that it stands in."""
-    return [Part(table.prompt, table.tokens, moments(table, k, block)) for table in tables]
+@dataclass(frozen=True)
+class Acceptance:
+    """Of some texts at one draft length; None where no verify pass ran, or none tried a depth.
 
-
-def acceptance(parts: Sequence[Part], k: int, seed: int = 0) -> dict[str, Any]:
-    """tau, alpha and their intervals of texts at draft length k; None where nothing was drafted.
-
-    reached: expected rounds that tried each depth, which is what an alpha rests on.
+    tokens: that verify passes emitted. reached (k,): expected rounds that tried each depth, which
+    is what an alpha rests on. Intervals are [low, high].
     """
+
+    texts: int
+    tokens: int
+    passes: float
+    tau: float | None
+    tau_ci: list[float] | None
+    alpha: list[float | None]
+    alpha_ci: list[list[float] | None]
+    reached: list[float]
+
+    @property
+    def ends(self) -> list[float] | list[None]:
+        """tau's interval where a report must hold two ends."""
+        return self.tau_ci or [None, None]
+
+
+def tau(tokens: float, passes: float) -> float | None:
+    """Tokens per verify pass, pooled: all tokens that passes emitted over all passes.
+
+    The token that prefill yields is none of them, nor are drafts past an end or a cut. None where
+    no pass ran.
+    """
+    return float(tokens / passes) if passes else None
+
+
+def counted_tau(texts: Sequence[Text]) -> float | None:
+    """tau of decoded texts, as integers."""
+    return tau(sum(len(t.tokens) - 1 for t in texts), sum(len(t.rounds) for t in texts))
+
+
+def expected_tau(parts: Sequence[Part]) -> float | None:
+    """tau of texts by their moments."""
+    passes = np.array([part.counts.mean[0] for part in parts if part.tokens > 0])
+    return tau(sum(part.tokens for part in parts), passes.sum())
+
+
+def acceptance(
+    parts: Sequence[Part], k: int, seed: int = 0, resamples: int = RESAMPLES
+) -> Acceptance:
+    """Acceptance of texts at draft length k."""
     worked = [part for part in parts if part.tokens > 0]
     prompts = [part.prompt for part in worked]
     tokens = [float(part.tokens) for part in worked]
     passes = [float(part.counts.mean[0]) for part in worked]
     tried = [[float(part.counts.reached[j]) for part in worked] for j in range(k)]
     taken = [[float(part.counts.survived[j]) for part in worked] for j in range(k)]
-    return {
-        "texts": len(parts),
-        "tokens": int(sum(tokens)),
-        "tau": sum(tokens) / sum(passes) if worked else None,
-        "tau_ci": ratio_interval(tokens, passes, prompts, seed),
-        "alpha": [
-            sum(s) / sum(r) if sum(r) > 0 else None for s, r in zip(taken, tried, strict=True)
-        ],
-        "alpha_ci": [
-            ratio_interval(s, r, prompts, seed) for s, r in zip(taken, tried, strict=True)
-        ],
-        "reached": [sum(r) for r in tried],
-    }
+    depths = list(zip(taken, tried, strict=True))
+    return Acceptance(
+        texts=len(parts),
+        tokens=int(sum(tokens)),
+        passes=sum(passes),
+        tau=expected_tau(worked),
+        tau_ci=ratio_interval(tokens, passes, prompts, seed, resamples),
+        alpha=[sum(s) / sum(r) if sum(r) > 0 else None for s, r in depths],
+        alpha_ci=[ratio_interval(s, r, prompts, seed, resamples) for s, r in depths],
+        reached=[sum(r) for r in tried],
+    )
 
 
 def ratio_interval(
-    above: Sequence[float], below: Sequence[float], prompts: Sequence[int], seed: int = 0
+    above: Sequence[float],
+    below: Sequence[float],
+    prompts: Sequence[int],
+    seed: int = 0,
+    resamples: int = RESAMPLES,
 ) -> list[float] | None:
     """Interval of sum(above) / sum(below), resampling whole prompts; None where below sums to 0."""
     if not sum(below) > 0:
         return None
     _, group = np.unique(np.array(prompts), return_inverse=True)
     sums = np.stack([np.bincount(group, above), np.bincount(group, below)])  # (2, prompts)
-    drawn = np.random.default_rng(seed).integers(0, sums.shape[1], (RESAMPLES, sums.shape[1]))
+    drawn = np.random.default_rng(seed).integers(0, sums.shape[1], (resamples, sums.shape[1]))
     top, bottom = sums[:, drawn].sum(2)
     tail = 50 * (1 - INTERVAL)
     low, high = np.percentile(top[bottom > 0] / bottom[bottom > 0], [tail, 100 - tail])
@@ -80,7 +133,7 @@ def ratio_interval(
 
 def by_domain(
     parts: Sequence[Part], domains: Sequence[str], k: int, seed: int = 0
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Acceptance]:
     """`acceptance` of each domain's texts; domains[i] is that of prompt i."""
     groups: dict[str, list[Part]] = {}
     for part in parts:
@@ -90,8 +143,8 @@ def by_domain(
 
 def repetitive(
     parts: Sequence[Part], answers: Sequence[Sequence[int]], k: int, seed: int = 0
-) -> dict[str, Any]:
-    """Texts that repeat themselves and all others, apart: loops flatter every drafter.
+) -> dict[str, Acceptance]:
+    """Texts that repeat themselves ("apart") and all "others": loops flatter every drafter.
 
     answers[i]: the target-made tokens of prompt i.
     """
@@ -108,27 +161,3 @@ def repeated_share(tokens: Sequence[int], n: int = NGRAM) -> float:
     count = Counter(grams)
     covered = {i + j for i, gram in enumerate(grams) if count[gram] > 1 for j in range(n)}
     return len(covered) / max(len(tokens), 1)
-
-
-def replayed(
-    by_k: Mapping[int, Replay],
-    domains: Sequence[str],
-    answers: Sequence[Sequence[int]],
-    seed: int = 0,
-) -> dict[str, Any]:
-    """What a report keeps of one replay: pooled, per draft length, per domain, repetitive apart."""
-    k = max(by_k)
-    parts = parts_of(by_k[k].tables, k)
-    return acceptance(parts, k, seed) | {
-        "k": k,
-        "tau_by_k": {str(n): known(r.tau) for n, r in by_k.items()},
-        "tau_ci_by_k": {str(n): [known(end) for end in r.tau_ci] for n, r in by_k.items()},
-        "alpha_0_by_k": {str(n): r.alpha[0] for n, r in by_k.items()},
-        "by_domain": by_domain(parts, domains, k, seed),
-        "repetitive": repetitive(parts, answers, k, seed),
-    }
-
-
-def known(value: float) -> float | None:
-    """None for the tau of texts that took no verify pass: NaN is no JSON."""
-    return None if value != value else value

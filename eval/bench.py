@@ -26,6 +26,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval import roofline, synthetic
+from draftsmith.eval.acceptance import counted_tau
 from draftsmith.eval.decoder.loop import Clock, Decoder
 from draftsmith.eval.decoder.text import Text
 from draftsmith.eval.speed import typical
@@ -154,9 +155,9 @@ def _summary(
         "texts": len(texts),
         "rounds": len(rounds),
         "tokens": tokens,
-        "tau": tau(texts),
+        "tau": counted_tau(texts),
         "tau_by_domain": {
-            name: tau([t for t, of in zip(texts, domains, strict=True) if of == name])
+            name: counted_tau([t for t, of in zip(texts, domains, strict=True) if of == name])
             for name in sorted(set(domains))
         },
         "depths": dict(sorted(Counter(str(r.proposed) for t in texts for r in t.rounds).items())),
@@ -172,12 +173,6 @@ def _summary(
         },
         "mean_context": statistics.fmean(context),
     }
-
-
-def tau(texts: Sequence[Text]) -> float | None:
-    """Tokens per verify pass of a row, pooled; None where no pass ran."""
-    passes = sum(len(t.rounds) for t in texts)
-    return sum(len(t.tokens) - 1 for t in texts) / passes if passes else None
 
 
 def compare(found: dict[str, Any], base: dict[str, Any], alpha: float | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ The prompts are decoded one at a time (batch 1), which is what the speed figures
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from draftsmith.drafters.base import Drafter
@@ -14,7 +14,14 @@ from draftsmith.drafters.batch import Batch, batch_of
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
-from draftsmith.eval.acceptance import Part, acceptance, by_domain, known, parts_of, repetitive
+from draftsmith.eval.acceptance import (
+    Acceptance,
+    Part,
+    acceptance,
+    by_domain,
+    counted_tau,
+    repetitive,
+)
 from draftsmith.eval.decoder.loop import Clock, Decoder
 from draftsmith.eval.decoder.text import Text
 from draftsmith.eval.parity import Parity, compare, compare_trees, counts
@@ -24,6 +31,90 @@ from draftsmith.eval.speed import Costs, break_even, speedup
 from draftsmith.eval.walk import walk
 
 Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What the decoder counted, and how fast it was beside the loop with drafting off.
+
+    alpha (k,): of the rounds that tried a depth, the share that accepted it. tokens: that verify
+    passes emitted. histogram (k + 1,): passes that accepted 0, 1, .. k drafts. by_prompt: tokens
+    and passes of each text. *_ms: means of a round, of a baseline step, and of a prompt's prefill.
+    texts_equal_to_baseline: None where nothing is owed (see `evaluate`). Speeds are None where no
+    round ran.
+    """
+
+    tau: float | None
+    alpha: list[float | None]
+    tokens: int
+    passes: int
+    histogram: list[int]
+    by_prompt: list[dict[str, int]]
+    tokens_per_s: float | None
+    baseline_tokens_per_s: float | None
+    speedup: float | None
+    draft_ms: float
+    verify_ms: float
+    host_ms: float
+    baseline_step_ms: float
+    prefill_ms: float
+    texts_equal_to_baseline: int | None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A drafter on some prompts. `replay` and what rests on it are None for drawn trees: given the
+    text, what they accept is no expectation we can take. by_domain: None where no domains were
+    given. device and dtype are the target's, in words; target: its identity."""
+
+    target: dict[str, Any]
+    family: str
+    parameters: int
+    sampler: Sampler
+    policy: Policy
+    max_new_tokens: int
+    prompts: int
+    replay: Replayed | None
+    by_domain: dict[str, Acceptance] | None
+    repetitive: dict[str, Acceptance] | None
+    decode: Decoded
+    break_even_tau: float | None
+    predicted_speedup: float | None
+    device: str
+    dtype: str
+    seed: int
+
+    @property
+    def parity(self) -> Parity | None:
+        return self.replay.parity if self.replay else None
+
+    def report(self) -> dict[str, Any]:
+        """report.json's content."""
+        replay: dict[str, Any] | None = None
+        if self.replay:
+            pooled = self.replay.pooled
+            replay = {"tau": pooled.tau, "tau_ci": pooled.ends}
+            replay |= {"alpha": pooled.alpha, "tau_by_k": self.replay.tau_by_k}
+        return {
+            "target": self.target,
+            "drafter": {"family": self.family, "parameters": self.parameters},
+            "sampler": vars(self.sampler),
+            "k": self.policy.k,
+            "policy": str(self.policy),
+            "max_new_tokens": self.max_new_tokens,
+            "prompts": self.prompts,
+            "replay": replay,
+            "by_domain": self.by_domain and {n: asdict(a) for n, a in self.by_domain.items()},
+            "repetitive": self.repetitive and {n: asdict(a) for n, a in self.repetitive.items()},
+            "decode": asdict(self.decode),
+            "parity": self.parity and self.parity.report(),
+            "break_even_tau": self.break_even_tau,
+            "predicted_speedup": self.predicted_speedup,
+            "device": self.device,
+            "dtype": self.dtype,
+            "seed": self.seed,
+            **provenance(),
+        }
 
 
 def evaluate(
@@ -38,11 +129,9 @@ def evaluate(
     stop: Sequence[str] = (),
     domains: Sequence[str] = (),
     progress: Progress = lambda what, done, tokens: None,
-) -> dict[str, Any]:
-    """The report (report.json's content) of a drafter on prompts given as token ids.
+) -> Evaluation:
+    """Evaluates a drafter on prompts given as token ids.
 
-    Drawn trees have no replay, so that `replay` and `parity` are None: their expectation given the
-    text is not known in closed form.
     domains: the prompts' categories, one each, for `by_domain`; none: it is left out.
     progress(what, prompts done, new tokens) is called as decoding goes on.
     """
@@ -74,63 +163,67 @@ def evaluate(
     batches = read_texts(target, drafter, texts, sampler)
     found = replay_of(drafter, batches, texts, policy, deterministic, seed)
     answers = [text.tokens for text in texts]
-    clock, base = speculative.clock, baseline.clock
-    counted = counts(texts, k)
-    reached = [
+    same = sum(a.tokens == b.tokens for a, b in zip(texts, plain, strict=True))
+    # Equal texts are owed only where both draw alike: greedy, or the match rule.
+    equal = same if deterministic else None
+    costs = mean_costs(speculative.clock, baseline.clock, k)
+    rounds = speculative.clock.rounds
+    return Evaluation(
+        target=target.identity(),
+        family=drafter.family,
+        parameters=count_parameters(drafter),
+        sampler=sampler,
+        policy=policy,
+        max_new_tokens=max_new_tokens,
+        prompts=len(prompts),
+        replay=found,
+        by_domain=by_domain(found.parts, domains, k, seed) if found and domains else None,
+        repetitive=repetitive(found.parts, answers, k, seed) if found else None,
+        decode=_decoded(texts, k, speculative.clock, baseline.clock, costs, equal),
+        break_even_tau=break_even(costs, k) if costs.step else None,
+        predicted_speedup=(
+            speedup(costs, found.pooled.tau, k) if found and found.pooled.tau and rounds else None
+        ),
+        device=str(target.device),
+        dtype=str(target.dtype).removeprefix("torch."),
+        seed=seed,
+    )
+
+
+def mean_costs(drafting: Clock, baseline: Clock, k: int) -> Costs:
+    """A round's costs at draft length k, as means over all rounds."""
+    draft, verify, host = (
+        part / max(drafting.rounds, 1) for part in (drafting.draft, drafting.verify, drafting.host)
+    )
+    step = baseline.total / max(baseline.rounds, 1)
+    return Costs(step, {k: draft}, {k + 1: verify}, host)
+
+
+def _decoded(
+    texts: Sequence[Text], k: int, clock: Clock, base: Clock, costs: Costs, equal: int | None
+) -> Decoded:
+    passes, *accepted = counts(texts, k)
+    tried = [
         sum(r.proposed > j and r.accepted >= j for t in texts for r in t.rounds) for j in range(k)
     ]
-    emitted = sum(len(t.tokens) - 1 for t in texts)
-    draft, verify, host = (
-        part / max(clock.rounds, 1) for part in (clock.draft, clock.verify, clock.host)
+    speed, plain = (of.tokens / of.total if of.total else None for of in (clock, base))
+    return Decoded(
+        tau=counted_tau(texts),
+        alpha=[a / r if r else None for a, r in zip(accepted, tried, strict=True)],
+        tokens=sum(len(t.tokens) - 1 for t in texts),
+        passes=passes,
+        histogram=histogram(texts, k),
+        by_prompt=[{"tokens": len(t.tokens), "passes": len(t.rounds)} for t in texts],
+        tokens_per_s=speed,
+        baseline_tokens_per_s=plain,
+        speedup=speed / plain if speed and plain else None,
+        draft_ms=1e3 * costs.draft[k],
+        verify_ms=1e3 * costs.verify[k + 1],
+        host_ms=1e3 * costs.host,
+        baseline_step_ms=1e3 * costs.step,
+        prefill_ms=1e3 * clock.prefill / max(len(texts), 1),
+        texts_equal_to_baseline=equal,
     )
-    costs = Costs(base.total / max(base.rounds, 1), {k: draft}, {k + 1: verify}, host)
-    tau = emitted / counted[0] if counted[0] else None
-    same = sum(a.tokens == b.tokens for a, b in zip(texts, plain, strict=True))
-    return {
-        "target": target.identity(),
-        "drafter": {"family": drafter.family, "parameters": count_parameters(drafter)},
-        "sampler": vars(sampler),
-        "k": k,
-        "policy": str(policy),
-        "max_new_tokens": max_new_tokens,
-        "prompts": len(prompts),
-        "replay": found
-        and {
-            "tau": found.pooled["tau"],
-            "tau_ci": found.pooled["tau_ci"] or [None, None],
-            "alpha": found.pooled["alpha"],
-            "tau_by_k": found.tau_by_k,
-        },
-        "by_domain": by_domain(found.parts, domains, k, seed) if found and domains else None,
-        "repetitive": found and repetitive(found.parts, answers, k, seed),
-        "decode": {
-            "tau": tau,
-            "alpha": [a / r if r else None for a, r in zip(counted[1:], reached, strict=True)],
-            "tokens": emitted,
-            "passes": counted[0],
-            "histogram": histogram(texts, k),
-            "by_prompt": [{"tokens": len(t.tokens), "passes": len(t.rounds)} for t in texts],
-            "tokens_per_s": clock.tokens / clock.total if clock.total else None,
-            "baseline_tokens_per_s": base.tokens / base.total if base.total else None,
-            "speedup": _ratio(clock.tokens, clock.total, base.tokens, base.total),
-            "draft_ms": 1e3 * draft,
-            "verify_ms": 1e3 * verify,
-            "host_ms": 1e3 * host,
-            "baseline_step_ms": 1e3 * costs.step,
-            "prefill_ms": 1e3 * clock.prefill / max(len(prompts), 1),
-            # Equal texts are owed only where both draw alike: greedy, or the match rule.
-            "texts_equal_to_baseline": same if deterministic else None,
-        },
-        "parity": found and found.parity.report(),
-        "break_even_tau": break_even(costs, k) if costs.step else None,
-        "predicted_speedup": (
-            speedup(costs, found.pooled["tau"], k) if found and clock.rounds else None
-        ),
-        "device": str(target.device),
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "seed": seed,
-        **provenance(),
-    }
 
 
 @dataclass
@@ -138,7 +231,7 @@ class Replayed:
     """Replay of decoded texts under a policy, and its parity with what was decoded."""
 
     parts: list[Part]
-    pooled: dict[str, Any]
+    pooled: Acceptance
     tau_by_k: dict[str, float | None]
     parity: Parity
 
@@ -156,19 +249,17 @@ def replay_of(
     None for a drawn tree: given its text, what it accepts is no expectation we can take.
     """
     k = policy.k
-    tau_by_k: dict[str, float | None] = {}
     if policy.is_chain:
         by_k = replay(drafter, batches, k, seed, policy.block)
-        parts = parts_of(by_k[k].tables, k, policy.block)
-        parity = compare(texts, by_k[k].tables, k, deterministic, policy.block)
-        tau_by_k = {str(j): known(r.tau) for j, r in by_k.items()}
-    elif policy.sampled:
+        parity = compare(texts, by_k[k], deterministic)
+        tau_by_k = {str(j): r.pooled.tau for j, r in by_k.items()}
+        return Replayed(by_k[k].parts, by_k[k].pooled, tau_by_k, parity)
+    if policy.sampled:
         return None
-    else:
-        walks = [found for batch in batches for found in walk(drafter, batch, policy)]
-        parts = [Part(i, found.tokens, found.counts(k)) for i, found in enumerate(walks)]
-        parity = compare_trees(texts, walks, k)
-    return Replayed(parts, acceptance(parts, k, seed), tau_by_k, parity)
+    walks = [found for batch in batches for found in walk(drafter, batch, policy)]
+    parts = [Part(i, found.tokens, found.counts(k)) for i, found in enumerate(walks)]
+    parity = compare_trees(texts, walks, k)
+    return Replayed(parts, acceptance(parts, k, seed), {}, parity)
 
 
 def read_texts(
@@ -195,9 +286,3 @@ def histogram(texts: Sequence[Text], k: int) -> list[int]:
 def count_parameters(drafter: Drafter) -> int:
     """The drafter's own parameters: those that its checkpoint holds."""
     return sum(p.numel() for p in drafter.parameters() if p.requires_grad)
-
-
-def _ratio(tokens: int, seconds: float, base_tokens: int, base_seconds: float) -> float | None:
-    if not (tokens and seconds and base_tokens and base_seconds):
-        return None
-    return (tokens / seconds) / (base_tokens / base_seconds)

@@ -21,7 +21,7 @@ from itertools import zip_longest
 import numpy as np
 
 from draftsmith.eval.decoder.text import Text
-from draftsmith.eval.replay import Table, moments, survivals
+from draftsmith.eval.replay import Replay, Table, survivals
 from draftsmith.eval.tails import FIXED, STEP, coin_wave, count_wave, z_score
 from draftsmith.eval.walk import Walk
 
@@ -89,35 +89,34 @@ def counts(texts: Sequence[Text], k: int) -> list[int]:
     return [len(rounds), *(sum(r.accepted > j for r in rounds) for j in range(k))]
 
 
-def compare(
-    texts: Sequence[Text],
-    tables: Sequence[Table],
-    k: int,
-    deterministic: bool,
-    block: bool = False,
-) -> Parity:
-    """Compares decoded chains with replay's tables of the same texts, in the same order.
-
-    block: the chains were judged by block verification.
-    """
+def compare(texts: Sequence[Text], replay: Replay, deterministic: bool) -> Parity:
+    """Compares decoded chains with replay of the same texts, in the same order."""
+    tables, k = replay.tables, replay.k
     counted = counts(texts, k)
-    parts = [moments(table, k, block) for table in tables]
-    expected = [float(sum(m.mean[i] for m in parts)) for i in range(k + 1)]
+    expected, variance = replay.expected()
     if deterministic:
-        found = [
-            _first_split(i, *pair, k) for i, pair in enumerate(zip(texts, tables, strict=True))
-        ]
-        ties = [s for s in found if s is not None and s.gap < TIE]
-        splits = [s for s in found if s is not None and s.gap >= TIE]
-        none: list[float | None] = [None] * (k + 1)
-        return Parity(True, counted, expected, none, None, not splits, len(texts), ties, splits)
-    variance = [float(sum(m.variance[i] for m in parts)) for i in range(k + 1)]
-    of = list(zip(counted, expected, variance, strict=True))
-    z = [z_score(*one, partial(count_wave, tables, k, i, block)) for i, one in enumerate(of)]
+        pairs = enumerate(zip(texts, tables, strict=True))
+        return _equal(texts, counted, expected, [_first_split(i, *pair, k) for i, pair in pairs])
+    each = list(zip(counted, expected, variance, strict=True))
+    waves = [partial(count_wave, tables, k, i, replay.block) for i in range(k + 1)]
+    z = [z_score(*one, wave) for one, wave in zip(each, waves, strict=True)]
     # Where nothing random is left the counts must be the same.
-    equal = all(abs(count - mean) < 1e-6 for count, mean, spread in of if spread <= FIXED)
-    local = local_z(texts, tables, k, block)
+    equal = all(abs(count - mean) < 1e-6 for count, mean, rest in each if rest <= FIXED)
+    local = local_z(texts, tables, k, replay.block)
     return Parity(False, counted, expected, z, local, equal, len(texts))
+
+
+def _equal(
+    texts: Sequence[Text],
+    counted: list[int],
+    expected: list[float],
+    found: Sequence[Split | None],
+) -> Parity:
+    """The parity of counts that must be equal as integers; found: where each text split, if any."""
+    ties = [s for s in found if s is not None and s.gap < TIE]
+    splits = [s for s in found if s is not None and s.gap >= TIE]
+    none: list[float | None] = [None] * len(counted)
+    return Parity(True, counted, expected, none, None, not splits, len(texts), ties, splits)
 
 
 def compare_trees(texts: Sequence[Text], walks: Sequence[Walk], k: int) -> Parity:
@@ -128,7 +127,7 @@ def compare_trees(texts: Sequence[Text], walks: Sequence[Walk], k: int) -> Parit
     counted = counts(texts, k)
     rounds = [r for walk in walks for r in walk.rounds]
     expected = [float(len(rounds)), *(float(sum(r.accepted > j for r in rounds)) for j in range(k))]
-    found = []
+    found: list[Split | None] = []
     for i, (text, walk) in enumerate(zip(texts, walks, strict=True)):
         pairs = list(zip_longest(text.rounds, walk.rounds))
         at = next((n for n, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
@@ -137,10 +136,7 @@ def compare_trees(texts: Sequence[Text], walks: Sequence[Walk], k: int) -> Parit
             anchor = (pairs[at][1] or pairs[at][0]).anchor
             accepted = [r.accepted for r in pairs[at] if r is not None]
             found.append(Split(i, anchor, min(accepted), margin))
-    ties = [s for s in found if s.gap < TIE]
-    splits = [s for s in found if s.gap >= TIE]
-    none: list[float | None] = [None] * (k + 1)
-    return Parity(True, counted, expected, none, None, not splits, len(texts), ties, splits)
+    return _equal(texts, counted, expected, found)
 
 
 def local_z(

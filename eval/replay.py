@@ -8,8 +8,10 @@ backward recursion over anchors. All of it is float64 on the host; the model run
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +20,19 @@ from numpy.typing import NDArray
 from draftsmith.drafters.base import Drafter, Guesses, Unroll
 from draftsmith.drafters.batch import Batch, align
 from draftsmith.drafters.sampling import Sampler
+from draftsmith.eval.acceptance import (
+    RESAMPLES,
+    Acceptance,
+    Array,
+    Moments,
+    Part,
+    acceptance,
+    by_domain,
+    expected_tau,
+    repetitive,
+)
 from draftsmith.eval.stats import chunk_stats, chunks
 
-Array = NDArray[np.float64]
 ROWS = 512  # rows of (anchor, depth) whose logits are alive at a time
 
 
@@ -143,19 +155,6 @@ def survivals(table: Table, k: int, block: bool = False) -> Array:
     return S
 
 
-@dataclass
-class Moments:
-    """Of the counts over one text: mean and variance of [passes, accepted at depth 0, 1, ..].
-
-    reached and survived (k,): expected rounds in which depth j was reached, and accepted.
-    """
-
-    mean: Array  # (1 + k,)
-    variance: Array
-    reached: Array
-    survived: Array
-
-
 def moments(table: Table, k: int, block: bool = False) -> Moments:
     """Backward recursion for the moments of n, forward recursion for alpha."""
     L = len(table.limit)
@@ -193,54 +192,89 @@ def starts(P: Array) -> Array:
 
 @dataclass
 class Replay:
-    """Expected acceptance at draft length k, pooled over texts that took a verify pass.
+    """Expected acceptance at draft length k, over texts in their order.
 
-    biased: some text was not the target's own, so that expectations are not the decoder's.
+    parts: the moments of every table, taken once for all that reads them. block: under block
+    verification. biased: some text was not the target's own, so that expectations are not the
+    decoder's. tau and its interval are NaN where no text took a verify pass.
     """
 
     k: int
-    tokens: int
-    passes: float
-    tau: float
-    tau_ci: tuple[float, float]
-    alpha: list[float | None]
     tables: list[Table]
+    parts: list[Part]
+    block: bool = False
     biased: bool = False
+    seed: int = 0
+    resamples: int = RESAMPLES
+
+    @cached_property
+    def pooled(self) -> Acceptance:
+        """All texts together; intervals are a bootstrap over prompts."""
+        return acceptance(self.parts, self.k, self.seed, self.resamples)
+
+    @property
+    def tokens(self) -> int:
+        return self.pooled.tokens
+
+    @property
+    def passes(self) -> float:
+        return self.pooled.passes
+
+    @property
+    def tau(self) -> float:
+        found = expected_tau(self.parts)
+        return float("nan") if found is None else found
+
+    @property
+    def tau_ci(self) -> tuple[float, float]:
+        low, high = self.pooled.tau_ci or (float("nan"), float("nan"))
+        return low, high
+
+    @property
+    def alpha(self) -> list[float | None]:
+        return self.pooled.alpha
+
+    def expected(self) -> tuple[list[float], list[float]]:
+        """Mean and variance of the counts [passes, accepted at depth 0, 1, ..] over all texts."""
+        return (
+            [float(sum(part.counts.mean[i] for part in self.parts)) for i in range(self.k + 1)],
+            [float(sum(part.counts.variance[i] for part in self.parts)) for i in range(self.k + 1)],
+        )
 
 
 def summarise(
-    all_tables: Sequence[Table],
+    tables: Sequence[Table],
     k: int,
-    resamples: int = 1000,
+    resamples: int = RESAMPLES,
     seed: int = 0,
     block: bool = False,
 ) -> Replay:
-    """tau = all tokens / all expected passes; its interval is a bootstrap over prompts."""
-    worked = [t for t in all_tables if t.tokens > 0]
-    parts = [moments(t, k, block) for t in worked]
-    tokens = np.array([t.tokens for t in worked], dtype=float)
-    passes = np.array([m.mean[0] for m in parts])
-    reached = sum((m.reached for m in parts), np.zeros(k))
-    survived = sum((m.survived for m in parts), np.zeros(k))
-    alpha = [float(s / r) if r > 0 else None for s, r in zip(survived, reached, strict=True)]
-    tau = float(tokens.sum() / passes.sum()) if len(worked) else float("nan")
-    interval = _bootstrap(tokens, passes, [t.prompt for t in worked], resamples, seed)
-    return Replay(k, int(tokens.sum()), float(passes.sum()), tau, interval, alpha, list(all_tables))
+    """The replay of some texts, by their tables."""
+    parts = [Part(table.prompt, table.tokens, moments(table, k, block)) for table in tables]
+    return Replay(k, list(tables), parts, block, seed=seed, resamples=resamples)
 
 
-def _bootstrap(
-    tokens: Array, passes: Array, prompts: Sequence[int], resamples: int, seed: int
-) -> tuple[float, float]:
-    """95% percentile interval of tau, resampling whole prompts."""
-    if not len(tokens):
-        return float("nan"), float("nan")
-    _, group = np.unique(np.array(prompts), return_inverse=True)
-    by_prompt = np.stack([np.bincount(group, tokens), np.bincount(group, passes)])  # (2, prompts)
-    count = by_prompt.shape[1]
-    drawn = np.random.default_rng(seed).integers(0, count, (resamples, count))
-    sums = by_prompt[:, drawn].sum(2)
-    low, high = np.percentile(sums[0] / sums[1], [2.5, 97.5])
-    return float(low), float(high)
+def reported(
+    by_k: Mapping[int, Replay],
+    domains: Sequence[str],
+    answers: Sequence[Sequence[int]],
+    seed: int = 0,
+) -> dict[str, Any]:
+    """JSON of one replay: pooled, per draft length, per domain, repetitive texts apart.
+
+    domains[i] and answers[i] (target-made tokens) are those of prompt i.
+    """
+    longest = by_k[max(by_k)]
+    k, parts = longest.k, longest.parts
+    of_domains, apart = by_domain(parts, domains, k, seed), repetitive(parts, answers, k, seed)
+    return asdict(longest.pooled) | {
+        "k": k,
+        "tau_by_k": {str(n): r.pooled.tau for n, r in by_k.items()},
+        "tau_ci_by_k": {str(n): r.pooled.ends for n, r in by_k.items()},
+        "alpha_0_by_k": {str(n): r.alpha[0] for n, r in by_k.items()},
+        "by_domain": {name: asdict(found) for name, found in of_domains.items()},
+        "repetitive": {name: asdict(found) for name, found in apart.items()},
+    }
 
 
 def replay(

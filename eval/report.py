@@ -52,7 +52,7 @@ def assemble(
 
     about: what is passed on as it is: run, target, drafter {family, parameters}, heldout, k, served
     (the label of the run's sampler), best (a step), timed_in, provenance. checkpoints: {step,
-    tokens_learned, replay: {label: acceptance.replayed(..)}}, ascending. decode: evaluate's report
+    tokens_learned, replay: {label: replay.reported(..)}}, ascending. decode: evaluate's report
     by label, and costs, both of the best checkpoint.
     """
     rows = [row | {"best": row["step"] == about["best"]} for row in checkpoints]

@@ -10,6 +10,7 @@ from draftsmith.drafters.grow import Proposal
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
+from draftsmith.eval.acceptance import counted_tau
 from draftsmith.eval.decoder.loop import Decoder
 
 
@@ -88,5 +89,5 @@ def sample_text(
         "tokens": len(text.tokens),
         "accepted": drafted,
         "passes": len(text.rounds),
-        "tau": (len(text.tokens) - 1) / len(text.rounds) if text.rounds else None,
+        "tau": counted_tau([text]),
     }

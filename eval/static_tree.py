@@ -22,8 +22,8 @@ import numpy as np
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.policy import StaticTree
+from draftsmith.eval.acceptance import Array, tau
 from draftsmith.eval.candidates import ranks
-from draftsmith.eval.replay import Array
 from draftsmith.eval.walk import walk
 
 RANKS = 16  # choices of a depth that are counted
@@ -49,8 +49,8 @@ def calibrate(drafter: Drafter, batches: Sequence[Batch], k: int, budget: int) -
     tree, expected = best_tree(rates, budget)
     walks = [found for batch in batches for found in walk(drafter, batch, tree)]
     passes = sum(len(found.rounds) for found in walks)
-    tau = sum(found.tokens for found in walks) / passes if passes else float("nan")
-    return Calibrated(tree, rates, expected, tau)
+    walked = tau(sum(found.tokens for found in walks), passes)
+    return Calibrated(tree, rates, expected, float("nan") if walked is None else walked)
 
 
 def hit_rates(drafter: Drafter, batches: Sequence[Batch], k: int) -> Array:

@@ -17,8 +17,8 @@ from draftsmith.drafters.attention import tree_shape
 from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.batch import Batch, all_anchors, span_ends
 from draftsmith.drafters.sampling import Noise
+from draftsmith.eval.acceptance import Moments
 from draftsmith.eval.decoder.text import Round
-from draftsmith.eval.replay import Moments
 
 
 @dataclass

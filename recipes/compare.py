@@ -24,11 +24,11 @@ from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval import speed
-from draftsmith.eval.acceptance import replayed
+from draftsmith.eval.acceptance import expected_tau
 from draftsmith.eval.candidates import diagnose
 from draftsmith.eval.evaluate import count_parameters, evaluate, read_texts
 from draftsmith.eval.provenance import provenance
-from draftsmith.eval.replay import replay, summarise
+from draftsmith.eval.replay import replay, reported
 from draftsmith.eval.report import label
 from draftsmith.recipes import compare_page
 from draftsmith.recipes.once import digest, once
@@ -157,14 +157,13 @@ def _at(
     read: list[Batch] = read_texts(target, drafter, held.texts, held.sampler)
     answers = [text.tokens for text in held.texts]
     by_k = replay(drafter, read, k, settings.seed)
-    accepted = replayed(by_k, held.domains, answers)
+    accepted = reported(by_k, held.domains, answers)
     prompts = [text.prompt for text in held.texts[: settings.decode_limit]]
     middle = sorted(prompts, key=len)[len(prompts) // 2]
     costs = speed.measure(target, drafter, range(1, k + 1), middle, held.sampler)
     best = speed.best_k(costs, {int(n): tau for n, tau in accepted["tau_by_k"].items()})
     # Few texts may lie far from the mean of all: a prediction is held against its own.
-    few = [table for table in by_k[best].tables if table.prompt < len(prompts)]
-    tau = summarise(few, best).tau
+    tau = expected_tau([part for part in by_k[best].parts if part.prompt < len(prompts)])
     decoded = evaluate(
         target, drafter, prompts, held.sampler, Policy(best), settings.max_new_tokens,
         seed=settings.seed,
@@ -173,15 +172,15 @@ def _at(
         "replay": accepted,
         "diagnosis": diagnose(drafter, read, k, settings.seed),
         "best_k": best,
-        "predicted_speedup": None if math.isnan(tau) else speed.speedup(costs, tau, best),
+        "predicted_speedup": None if tau is None else speed.speedup(costs, tau, best),
         "break_even_tau": speed.break_even(costs, best),
         "costs_ms": costs.milliseconds(),
         "draft_share": costs.draft[best] / costs.round(best),
         "decode": {
-            part: decoded["decode"][part]
+            part: getattr(decoded.decode, part)
             for part in ("tau", "tokens", "passes", "speedup", "tokens_per_s")
         },
-        "parity": decoded["parity"],
+        "parity": decoded.parity and decoded.parity.report(),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.policy import Policy, Tree
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
+from draftsmith.eval.evaluate import Evaluation
 from draftsmith.eval.evaluate import evaluate as measure
-from draftsmith.eval.report import adapted
+from draftsmith.eval.parity import Parity
+from draftsmith.eval.report import adapted, interval
 from draftsmith.eval.static_tree import Calibrated
 from draftsmith.recipes.static import calibrated, run_of, told
 from draftsmith.recipes.subjects import asked, check_room, make_folder, ngram
@@ -102,12 +105,13 @@ def evaluate(settings: Settings, output: Path | None) -> bool:
         drafting = tree.tree
         print(told(tree, run[1]))
     with _DecodeProgress(len(ids)) as progress:
-        report = measure(
+        found = measure(
             target, drafter, ids, settings.sampler, drafting, settings.max_new_tokens,
             seed=settings.seed, stop=settings.stop, domains=[p.domain for p in prompts],
             progress=progress.update,
         )  # fmt: skip
-    report["settings"] = record
+    _print(found, Console())
+    report = found.report() | {"settings": record}
     if tree is not None:
         report["tree"] = {
             "paths": tree.tree.paths,
@@ -115,11 +119,10 @@ def evaluate(settings: Settings, output: Path | None) -> bool:
             "walked_tau": tree.tau,
             "hit_rates": tree.rates.tolist(),
         }
-    _print(report, Console())
     if output is not None:
         checkpoint.write(output / "report.json", json.dumps(report, indent=1) + "\n")
         print(f"written: {output / 'report.json'}")
-    return report["parity"]["holds"]
+    return found.parity is None or found.parity.holds
 
 
 def _claim(output: Path, settings: dict[str, Any]) -> None:
@@ -162,86 +165,84 @@ class _DecodeProgress(Progress):
         super().update(self.ids[what], completed=done, written=self.written[what])
 
 
-def _print(report: dict[str, Any], console: Console) -> None:
-    """The report as one table."""
-    replay, decode, parity = report["replay"], report["decode"], report["parity"]
-
-    def number(value: float | None, digits: int = 3) -> str:
-        return "-" if value is None else f"{value:.{digits}f}"
-
-    sampler = report["sampler"]
+def _print(found: Evaluation, console: Console) -> None:
+    """The evaluation as one table."""
+    decode = found.decode
     title = (
-        f"{report['drafter']['family']} ({report['drafter']['parameters']:,} parameters) for "
-        f"{report['target']['spec']}, temperature {sampler['temperature']}, {report['policy']}, "
-        f"{report['prompts']} prompts, {decode['tokens']} tokens"
+        f"{found.family} ({found.parameters:,} parameters) for {found.target['spec']}, "
+        f"temperature {found.sampler.temperature}, {found.policy}, {found.prompts} prompts, "
+        f"{decode.tokens} tokens"
     )
     table = Table(title=title, title_justify="left")
     for name in ("", "replay", "decode", "z"):
         table.add_column(name, justify="left" if not name else "right")
-    low, high = replay["tau_ci"]
-    table.add_row(
-        "tau",
-        f"{number(replay['tau'])} [{number(low)}, {number(high)}]",
-        number(decode["tau"]),
-        "",
-    )
-    table.add_row(
-        "verify passes",
-        number(parity["expected"], 2),
-        str(decode["passes"]),
-        number(parity["z"], 2),
-    )
-    for j, alpha in enumerate(replay["alpha"]):
-        table.add_row(
-            f"alpha_{j}",
-            number(alpha),
-            number(decode["alpha"][j]),
-            number(parity["z_per_depth"][j], 2),
-        )
+    for row in _rows(found):
+        table.add_row(*row)
     console.print(table)
-    if said := adapted(report["target"]):
+    if said := adapted(found.target):
         console.print(said)
-    _print_domains(report, console)
-    if replay["tau_by_k"]:
-        by_k = "  ".join(f"{k}: {number(tau)}" for k, tau in replay["tau_by_k"].items())
+    _print_domains(found, console)
+    if found.replay and found.replay.tau_by_k:
+        by_k = "  ".join(f"{k}: {_number(tau)}" for k, tau in found.replay.tau_by_k.items())
         console.print(f"tau by k (replay)  {by_k}")
     console.print(
-        f"speed in {report['dtype']}  {number(decode['tokens_per_s'], 2)} tokens/s against "
-        f"{number(decode['baseline_tokens_per_s'], 2)}: {number(decode['speedup'], 2)}x measured, "
-        f"{number(report['predicted_speedup'], 2)}x predicted; tau must reach "
-        f"{number(report['break_even_tau'], 2)} to break even; a round is "
-        f"{number(decode['draft_ms'], 1)} ms draft, {number(decode['verify_ms'], 1)} ms verify, "
-        f"{number(decode['host_ms'], 1)} ms host; a baseline step "
-        f"{number(decode['baseline_step_ms'], 1)} ms"
+        f"speed in {found.dtype}  {_number(decode.tokens_per_s, 2)} tokens/s against "
+        f"{_number(decode.baseline_tokens_per_s, 2)}: {_number(decode.speedup, 2)}x measured, "
+        f"{_number(found.predicted_speedup, 2)}x predicted; tau must reach "
+        f"{_number(found.break_even_tau, 2)} to break even; a round is "
+        f"{decode.draft_ms:.1f} ms draft, {decode.verify_ms:.1f} ms verify, "
+        f"{decode.host_ms:.1f} ms host; a baseline step {decode.baseline_step_ms:.1f} ms"
     )
-    if parity["z_local"] is not None:
-        console.print(f"z over single tries  {parity['z_local']:.2f}")
-    verdict = "holds" if parity["holds"] else "BROKEN"
-    how = "integers equal" if parity["deterministic"] else "|z| < 3.5"
-    console.print(f"parity {verdict} ({how}); {len(parity['ties'])} fp32 ties")
-    for split in parity["ties"] + parity["splits"]:
-        console.print(f"  prompt {split['prompt']}: split at anchor {split['anchor']}, depth "
-                      f"{split['depth']}, top-2 gap {split['gap']:.2g}")  # fmt: skip
+    if found.parity:
+        _print_parity(found.parity, console)
 
 
-def _print_domains(report: dict[str, Any], console: Console) -> None:
+def _number(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _rows(found: Evaluation) -> Iterator[tuple[str, str, str, str]]:
+    """tau, verify passes and alpha per depth: by replay, as counted, and the z of the difference.
+
+    Drawn trees have no replay.
+    """
+    decode, replay, parity = found.decode, found.replay, found.parity
+    depths = range(found.policy.k)
+    pooled = replay.pooled if replay else None
+    low, high = (pooled and pooled.tau_ci) or (None, None)
+    tau = _number(pooled.tau if pooled else None)
+    yield "tau", f"{tau} [{_number(low)}, {_number(high)}]", _number(decode.tau), ""
+    expected = _number(parity.expected[0], 2) if parity else "-"
+    zs = parity.z if parity else [None] * (1 + len(depths))
+    yield "verify passes", expected, str(decode.passes), _number(zs[0], 2)
+    for j in depths:
+        alpha = _number(pooled.alpha[j] if pooled else None)
+        yield f"alpha_{j}", alpha, _number(decode.alpha[j]), _number(zs[j + 1], 2)
+
+
+def _print_parity(parity: Parity, console: Console) -> None:
+    if parity.z_local is not None:
+        console.print(f"z over single tries  {parity.z_local:.2f}")
+    verdict = "holds" if parity.holds else "BROKEN"
+    how = "integers equal" if parity.deterministic else "|z| < 3.5"
+    console.print(f"parity {verdict} ({how}); {len(parity.ties)} fp32 ties")
+    for split in parity.ties + parity.splits:
+        console.print(f"  prompt {split.prompt}: split at anchor {split.anchor}, depth "
+                      f"{split.depth}, top-2 gap {split.gap:.2g}")  # fmt: skip
+
+
+def _print_domains(found: Evaluation, console: Console) -> None:
     """tau and alpha_0 by category of the prompts, texts that repeat themselves apart."""
-    rows = dict(report["by_domain"])
-    if report["repetitive"]["apart"]["texts"]:
-        rows["(repetitive texts)"] = report["repetitive"]["apart"]
-        rows["(all others)"] = report["repetitive"]["others"]
+    rows = dict(found.by_domain or {})
+    if found.repetitive and found.repetitive["apart"].texts:
+        rows["(repetitive texts)"] = found.repetitive["apart"]
+        rows["(all others)"] = found.repetitive["others"]
     if len(rows) < 2:
         return
     table = Table()
     for name in ("replay by domain", "texts", "tau", "alpha_0"):
         table.add_column(name, justify="left" if name == "replay by domain" else "right")
     for name, row in rows.items():
-        tau, alpha = row["tau"], row["alpha"][0]
-        ends = "" if tau is None else f" [{row['tau_ci'][0]:.3f}, {row['tau_ci'][1]:.3f}]"
-        table.add_row(
-            name,
-            str(row["texts"]),
-            "-" if tau is None else f"{tau:.3f}{ends}",
-            "-" if alpha is None else f"{alpha:.3f}",
-        )
+        ends = f" {interval(row.tau_ci, 3)}" if row.tau_ci else ""
+        table.add_row(name, str(row.texts), f"{_number(row.tau)}{ends}", _number(row.alpha[0]))
     console.print(table)

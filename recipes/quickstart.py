@@ -153,7 +153,7 @@ def _decoded(folder: Path, name: str, target: Target, demo: Demo) -> dict[str, A
     found = evaluate(
         target, _drafter(folder, name, target), prompts, Sampler(demo.temperature),
         Policy(demo.k), demo.decode_tokens, progress=progress,
-    )  # fmt: skip
+    ).report()  # fmt: skip
     path.parent.mkdir(exist_ok=True)
     checkpoint.write(path, json.dumps(found, indent=1) + "\n")
     return found

@@ -28,10 +28,9 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval import report as pages
 from draftsmith.eval import speed
-from draftsmith.eval.acceptance import replayed
 from draftsmith.eval.evaluate import count_parameters, evaluate, read_texts
 from draftsmith.eval.provenance import provenance
-from draftsmith.eval.replay import replay
+from draftsmith.eval.replay import replay, reported
 from draftsmith.eval.sample_text import sample_text
 from draftsmith.eval.speed import Costs
 from draftsmith.recipes.once import digest, once
@@ -193,7 +192,7 @@ def _replays(
     k: int,
     seed: int,
 ) -> dict[int, dict[str, Any]]:
-    """acceptance.replayed by label, of every step; the target reads the texts once for all."""
+    """replay.reported by label, of every step; the target reads the texts once for all."""
     read: dict[str, list[Batch]] = {}
 
     def make(place: Path) -> dict[str, Any]:
@@ -203,7 +202,7 @@ def _replays(
                 read[name] = read_texts(target, drafter, held.texts, held.sampler)
             answers = [text.tokens for text in held.texts]
             by_k = replay(drafter, read[name], k, seed)
-            found[name] = replayed(by_k, held.domains, answers, seed)
+            found[name] = reported(by_k, held.domains, answers, seed)
         return found
 
     out = {}
@@ -247,12 +246,12 @@ def _decoded(
         )  # fmt: skip
         middle = sorted(prompts, key=len)[len(prompts) // 2]
         costs = speed.measure(target, drafter, range(1, k + 1), middle, held.sampler)
-        row = typical(found["decode"]["by_prompt"])
+        row = typical(found.decode.by_prompt)
         shown = sample_text(
             target, drafter, prompts[row], held.sampler, k, settings.max_new_tokens,
             row=row, seed=settings.seed,
         )  # fmt: skip
-        return {"decode": found, "costs": asdict(costs), "sample_text": shown}
+        return {"decode": found.report(), "costs": asdict(costs), "sample_text": shown}
 
     key = {
         "weights": digest(place / "model.safetensors"),

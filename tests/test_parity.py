@@ -28,12 +28,14 @@ from draftsmith.drafters.eagle import Eagle
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.vocab import VocabMap
+from draftsmith.eval import replay as replay_module
 from draftsmith.eval.decoder import accept, loop
 from draftsmith.eval.decoder.accept import Accepted, Draws
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.text import Cutter, Round, Text
+from draftsmith.eval.evaluate import evaluate
 from draftsmith.eval.parity import Parity, compare
-from draftsmith.eval.replay import Table, moments, tables
+from draftsmith.eval.replay import Table, moments, summarise, tables
 
 VOCAB = 12
 GREEDY, PLAIN = Sampler(0.0), Sampler(1.0)
@@ -115,7 +117,7 @@ def counted(text: Text, k: int) -> list[int]:
 
 def sampled_parity(drafter: Drafter, sampler: Sampler, k: int, count: int) -> Parity:
     texts = decode(drafter, sampler, k, count)
-    parity = compare(texts, replayed(drafter, texts, sampler, k), k, deterministic=False)
+    parity = compare(texts, summarise(replayed(drafter, texts, sampler, k), k), deterministic=False)
     assert parity.counted[k] > 10, "too few acceptances to tell"
     return parity
 
@@ -124,7 +126,7 @@ def differing(drafter: Drafter, sampler: Sampler, k: int, count: int) -> tuple[l
     """Prompts whose integer counts are not replay's, fp32 ties aside; parity.py's verdict."""
     texts = decode(drafter, sampler, k, count)
     found = replayed(drafter, texts, sampler, k)
-    parity = compare(texts, found, k, deterministic=True)
+    parity = compare(texts, summarise(found, k), deterministic=True)
     tied = {split.prompt for split in parity.ties}
     out = []
     for i, (text, table) in enumerate(zip(texts, found, strict=True)):
@@ -270,8 +272,8 @@ def test_replay_at_another_sampler_shows() -> None:
     """The faults may lie in replay too: laws before the sampler are not the served ones."""
     drafter = drafter_for("small", "Llama")
     texts = decode(drafter, CUT, 3, 200)
-    assert compare(texts, replayed(drafter, texts, CUT, 3), 3, False).holds
-    assert not compare(texts, replayed(drafter, texts, PLAIN, 3), 3, False).holds
+    assert compare(texts, summarise(replayed(drafter, texts, CUT, 3), 3), False).holds
+    assert not compare(texts, summarise(replayed(drafter, texts, PLAIN, 3), 3), False).holds
 
 
 @pytest.mark.parametrize(("name", "sampler"), [("small", CUT), ("eagle", PLAIN), ("ngram", PLAIN)])
@@ -311,3 +313,16 @@ def test_reference_agrees_on_the_decoders_text(name: str, sampler: Sampler) -> N
             assert part.variance[i] == pytest.approx(variance, abs=1e-3)
         if name == "ngram":
             assert counted(text, 3) == part.mean.tolist()
+
+
+def test_moments_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each text and draft length, in all that an evaluation says of them."""
+    taken, take = [], replay_module.moments
+    monkeypatch.setattr(replay_module, "moments", lambda *a: taken.append(a[1]) or take(*a))
+    drafter = drafter_for("small", "Llama")
+    prompts = tiny.prompts(4, 3, VOCAB)
+    found = evaluate(
+        drafter.target, drafter, prompts, PLAIN, Policy(3), 12, domains=["a", "b", "a", "b"]
+    )
+    assert found.parity is not None and found.by_domain is not None
+    assert sorted(taken) == [k for k in (1, 2, 3) for _ in prompts]

@@ -189,9 +189,10 @@ def test_broken_parity_is_told(
     """Planted fault: a decoder that counts one more draft than it accepted."""
     evaluate = house.evaluate
 
-    def broken(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    def broken(*args: Any, **kwargs: Any) -> Any:
         found = evaluate(*args, **kwargs)
-        found["parity"]["holds"] = found["drafter"]["family"] != "eagle"
+        assert found.parity is not None
+        found.parity.equal &= found.family != "eagle"
         return found
 
     monkeypatch.setattr(house, "evaluate", broken)

@@ -133,7 +133,7 @@ def decoded(
 def parity(target: Target, drafter: Drafter, texts: list[Text], sampler: Sampler) -> Parity:
     found = replay(drafter, read_texts(target, drafter, texts, sampler), K)[K]
     deterministic = sampler.greedy or drafter.deterministic
-    return compare(texts, found.tables, K, deterministic)
+    return compare(texts, found, deterministic)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -177,28 +177,27 @@ def turns_of(prompts: int, turns: int) -> list[Table]:
 
 def check_intervals() -> None:
     """Eight prompts, half of them right: alpha is 1/3 here and the interval of a binomial of 8."""
-    found = acceptance.acceptance(acceptance.parts_of(turns_of(8, 10), 1), 1)
-    assert found["tau"] == pytest.approx(8 * 20 / (4 * 10 + 4 * 20))
+    found = summarise(turns_of(8, 10), 1).pooled
+    assert found.tau == pytest.approx(8 * 20 / (4 * 10 + 4 * 20))
     drawn = np.random.default_rng(1).binomial(8, 0.5, 4000)  # prompts that are right
     low, high = np.percentile(8 * 20 / (drawn * 10 + (8 - drawn) * 20), [2.5, 97.5])
-    np.testing.assert_allclose(found["tau_ci"], [low, high], atol=0.06)
-    assert found["alpha_ci"][0][1] - found["alpha_ci"][0][0] > 0.4
+    np.testing.assert_allclose(found.tau_ci, [low, high], atol=0.06)
+    assert found.alpha_ci[0][1] - found.alpha_ci[0][0] > 0.4
 
 
 def test_intervals_are_over_prompts() -> None:
     check_intervals()
     made = turns_of(6, 2)
-    assert acceptance.acceptance(acceptance.parts_of(made, 1), 1)["tau_ci"] == pytest.approx(
-        summarise(made, 1).tau_ci
-    )
+    parts = summarise(made, 1).parts
+    assert acceptance.acceptance(parts, 1).tau_ci == pytest.approx(summarise(made, 1).tau_ci)
 
 
 def test_intervals_over_texts_or_tokens_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault: each text (or token) as if it were an observation of its own."""
     right = acceptance.ratio_interval
 
-    def narrow(above: Any, below: Any, prompts: Any, seed: int = 0) -> Any:
-        return right(above, below, range(len(prompts)), seed)
+    def narrow(above: Any, below: Any, prompts: Any, *more: Any) -> Any:
+        return right(above, below, range(len(prompts)), *more)
 
     monkeypatch.setattr(acceptance, "ratio_interval", narrow)
     with pytest.raises(AssertionError):
@@ -211,11 +210,11 @@ def test_evaluate_tells_domains_apart(run: Path, report: dict[str, Any]) -> None
     drafter = base.load(run / "best", target)
     names = ["b", "a", "b", "b"]
     found = evaluate(target, drafter, tiny.prompts(4), Sampler(0.0), Policy(K), 12, domains=names)
-    told = found["by_domain"]
-    assert [(name, row["texts"]) for name, row in told.items()] == [("a", 1), ("b", 3)]
-    pairs = found["decode"]["by_prompt"]
-    assert told["a"]["tau"] == pytest.approx((pairs[1]["tokens"] - 1) / pairs[1]["passes"])
-    assert found["repetitive"]["others"]["texts"] + found["repetitive"]["apart"]["texts"] == 4
+    told = found.by_domain
+    assert [(name, row.texts) for name, row in told.items()] == [("a", 1), ("b", 3)]
+    pairs = found.decode.by_prompt
+    assert told["a"].tau == pytest.approx((pairs[1]["tokens"] - 1) / pairs[1]["passes"])
+    assert found.repetitive["others"].texts + found.repetitive["apart"].texts == 4
     assert all(d["by_domain"] is None for d in report["decode"].values())
 
 
@@ -235,9 +234,9 @@ def test_repeated_share() -> None:
 def test_repetitive_texts_stand_apart() -> None:
     made = turns_of(4, 1)
     answers = [list(range(21)), [7] * 21, list(range(21)), [1, 2, 3] * 7]
-    found = acceptance.repetitive(acceptance.parts_of(made, 1), answers, 1)
-    assert found["apart"]["texts"] == 2 and found["apart"]["tau"] == 2.0
-    assert found["others"]["texts"] == 2 and found["others"]["tau"] == 1.0
+    found = acceptance.repetitive(summarise(made, 1).parts, answers, 1)
+    assert found["apart"].texts == 2 and found["apart"].tau == 2.0
+    assert found["others"].texts == 2 and found["others"].tau == 1.0
 
 
 # ---------------------------------------------------------------- pages

@@ -19,11 +19,10 @@ from draftsmith.drafters.ngram import Ngram
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval import speed
-from draftsmith.eval.acceptance import acceptance, parts_of
 from draftsmith.eval.decoder import loop
 from draftsmith.eval.decoder.round import Rounds
 from draftsmith.eval.decoder.text import end_token
-from draftsmith.eval.replay import Table
+from draftsmith.eval.replay import Table, summarise
 from draftsmith.eval.speed import Costs, Drafting, burstiness, independent_tau
 
 KS = range(1, 11)
@@ -111,19 +110,19 @@ def test_clumps_cost_tokens_per_pass() -> None:
     clumped = np.arange(n) >= 20
     draws = [np.random.default_rng(s).permutation(clumped) for s in range(60)]
     assert walked(clumped, k) == 36
-    clump = acceptance(parts_of([text_of(clumped, k)], k), k)
+    clump = summarise([text_of(clumped, k)], k).pooled
     tables = [text_of(right, k, i) for i, right in enumerate(draws)]
-    scattered = acceptance(parts_of(tables, k), k)
-    assert clump["tau"] == pytest.approx(100 / 36)
-    assert scattered["tau"] == pytest.approx(60 * n / sum(walked(r, k) for r in draws))
+    scattered = summarise(tables, k).pooled
+    assert clump.tau == pytest.approx(100 / 36)
+    assert scattered.tau == pytest.approx(60 * n / sum(walked(r, k) for r in draws))
     # Scattered mistakes are what the formula assumes; clumps at the same rate cost tau.
-    assert scattered["tau"] == pytest.approx(independent_tau(0.8, k), rel=0.02)
-    assert clump["tau"] < 0.85 * scattered["tau"]
+    assert scattered.tau == pytest.approx(independent_tau(0.8, k), rel=0.02)
+    assert clump.tau < 0.85 * scattered.tau
     # Rounds start more often inside the clump: alpha_0 is 16 / 36, and the formula there too low.
-    assert clump["alpha"][0] == pytest.approx(16 / 36)
-    assert burstiness(clump["alpha"][0], clump["tau"], k) == pytest.approx(2.778 - 1.769, abs=1e-2)
+    assert clump.alpha[0] == pytest.approx(16 / 36)
+    assert burstiness(clump.alpha[0], clump.tau, k) == pytest.approx(2.778 - 1.769, abs=1e-2)
     # (a text's end cuts its last round, which costs scattered text a little)
-    assert abs(burstiness(scattered["alpha"][0], scattered["tau"], k)) < 0.12
+    assert abs(burstiness(scattered.alpha[0], scattered.tau, k)) < 0.12
 
 
 # ---------------------------------------------------------------- the clock

@@ -16,7 +16,7 @@ import reference_replay
 from draftsmith.eval import parity, tails
 from draftsmith.eval.decoder.text import Round, Text
 from draftsmith.eval.parity import compare, counts, local_z
-from draftsmith.eval.replay import Table, moments
+from draftsmith.eval.replay import Table, moments, summarise
 from draftsmith.eval.tails import count_wave, z_score
 
 NORMAL = NormalDist()
@@ -100,9 +100,9 @@ def test_many_passes_that_hardly_vary() -> None:
     chance, rng = all_but_certain(), np.random.default_rng(1)
     table = table_of(chance)
     assert moments(table, 1).variance == pytest.approx([0.5, 0.5])
-    assert compare([walked(table, rng, 1)], [table], 1, deterministic=False).holds
+    assert compare([walked(table, rng, 1)], summarise([table], 1), deterministic=False).holds
     chance[100:250:30] = 0.0  # five certain drafts are refused
-    found = compare([walked(table_of(chance), rng, 1)], [table], 1, deterministic=False)
+    found = compare([walked(table_of(chance), rng, 1)], summarise([table], 1), deterministic=False)
     assert not found.holds and found.z[0] is not None and found.z[0] > 6, found.report()
 
 
@@ -203,7 +203,7 @@ def test_large_sums_by_their_definitions() -> None:
     parts = [moments(table, k) for table in tables]
     mean, variance = sum(m.mean for m in parts), sum(m.variance for m in parts)
     assert (variance > tails.NORMAL).all()
-    found = compare(texts, tables, k, deterministic=False)
+    found = compare(texts, summarise(tables, k), deterministic=False)
     np.testing.assert_allclose(found.z, (counts(texts, k) - mean) / np.sqrt(variance), rtol=1e-6)
     assert found.holds
     tries = [
@@ -219,5 +219,5 @@ def test_large_sums_by_their_definitions() -> None:
     local = sum(w * (came - r) for w, r, came in weighed) / spread**0.5
     assert found.z_local == pytest.approx(local)
     texts[0].rounds += [Round(0, 3, 2)] * 400
-    found = compare(texts, tables, k, deterministic=False)
+    found = compare(texts, summarise(tables, k), deterministic=False)
     assert not found.holds and all(z is not None and abs(z) > 3.5 for z in found.z[:3])

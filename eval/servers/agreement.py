@@ -21,6 +21,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import batch_of
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
+from draftsmith.eval.acceptance import tau
 from draftsmith.eval.decoder.text import Text
 from draftsmith.eval.evaluate import read_texts
 from draftsmith.eval.parity import TIE
@@ -125,7 +126,7 @@ class Agreement:
     @property
     def tau(self) -> float | None:
         """Tokens per verify pass; those that prefill yields are not counted."""
-        return (self.counted.tokens - self.answers) / self.passes if self.passes else None
+        return tau(self.counted.tokens - self.answers, self.passes)
 
     @property
     def holds(self) -> bool:

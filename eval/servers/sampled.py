@@ -22,8 +22,9 @@ from typing import Any
 
 import numpy as np
 
+from draftsmith.eval.acceptance import tau
 from draftsmith.eval.parity import Z_BOUND
-from draftsmith.eval.replay import Table, moments, survivals
+from draftsmith.eval.replay import Table, summarise, survivals
 from draftsmith.eval.servers import agreement
 from draftsmith.eval.servers.client import Answer
 from draftsmith.eval.servers.counters import Counters
@@ -57,8 +58,7 @@ class Sampled:
     @property
     def tau(self) -> float | None:
         """Tokens per verify pass; those that prefill yields are not counted."""
-        passes = self.counted.drafts
-        return (self.counted.tokens - self.answers) / passes if passes else None
+        return tau(self.counted.tokens - self.answers, self.counted.drafts)
 
     @property
     def holds(self) -> bool:
@@ -89,9 +89,7 @@ def compare(
     drawn, argmax: replay's tables with drafts drawn from q, and taken as point masses. The server
     drafts k tokens in every round (`shortens` is False).
     """
-    parts = [moments(table, k) for table in drawn]
-    mean = [float(sum(m.mean[i] for m in parts)) for i in range(k + 1)]
-    variance = [float(sum(m.variance[i] for m in parts)) for i in range(k + 1)]
+    mean, variance = summarise(drawn, k).expected()
     total = sum((answer.counted for answer in answers), Counters(accepted=(0,) * k))
     over = [_past_limit(answer) for answer in answers]
     hiding = sum(n > 1 for n in over)  # answers with drafts accepted past the end

@@ -184,7 +184,7 @@ def rows_of(states: Tensor, alignment: Alignment, batch: Batch) -> Unroll:
     return Unroll(states[exists], index, prev[exists], depth[exists], alignment.anchors)
 
 
-_BUILT_IN = ("ngram", "small", "medusa", "hydra", "eagle", "eagle1", "mtp")
+BUILT_IN = ("ngram", "small", "medusa", "hydra", "eagle", "eagle1", "mtp")
 _FAMILIES: dict[str, type[Drafter]] = {}
 
 
@@ -196,10 +196,10 @@ def register(cls: type[Drafter]) -> type[Drafter]:
 
 def family(name: str) -> type[Drafter]:
     """The drafter class called `name`. Raises UserError naming the known ones."""
-    if name in _BUILT_IN:
+    if name in BUILT_IN:
         importlib.import_module(f"draftsmith.drafters.{name}")
     if name not in _FAMILIES:
-        raise UserError(f"drafter: no family {name!r}; known are {', '.join(_BUILT_IN)}")
+        raise UserError(f"drafter: no family {name!r}; known are {', '.join(BUILT_IN)}")
     return _FAMILIES[name]
 
 

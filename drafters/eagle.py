@@ -22,30 +22,34 @@ from torch import Tensor, nn
 from draftsmith.drafters.base import DrafterConfig, register
 from draftsmith.drafters.causal_lm import Tap
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.layers import MLP, BlockConfig, RMSNorm, SelfAttention, init_weights
+from draftsmith.drafters.layers import MLP, Block, BlockConfig, RMSNorm, SelfAttention, init_weights
 from draftsmith.drafters.one_layer import OneLayer
-from draftsmith.drafters.reduced import ReducedVocab
+from draftsmith.drafters.reduced import DraftVocab, ReducedVocab
 from draftsmith.drafters.target import Target
 
 
 class EagleConfig(DrafterConfig):
-    """taps: None takes [2, L//2, L-3]. draft_vocab: kept target tokens, None = all.
+    """Off, norm_before_residual is what all four servers take."""
 
-    head "own": a trained lm_head that starts as `target_rows`; "target": those, frozen.
-    norm_before_residual: whether the residual is the normed state (off is what all four servers
-    take). norm_before_fc: one norm over the features side by side; fc_norm: one for each tap;
-    norm_output: the state fed back is the one that lm_head reads. block: None takes the shape of
-    the target's layers.
-    """
-
-    taps: list[int | Literal["normed"]] | None = Field(default=None, min_length=1)
-    draft_vocab: int | None = Field(default=None, ge=1)
-    head: Literal["own", "target"] = "own"
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
-    block: BlockConfig | None = None
+    taps: list[int | Literal["normed"]] | None = Field(
+        default=None, min_length=1, description="Layers read, of L; default: [2, L//2, L-3]."
+    )
+    draft_vocab: DraftVocab = None
+    head: Literal["own", "target"] = Field(
+        default="own",
+        description="own: a trained lm_head that starts as the target's; or that, frozen.",
+    )
+    norm_before_residual: bool = Field(
+        default=False, description="The residual is the normed state."
+    )
+    norm_before_fc: bool = Field(
+        default=False, description="One norm over the features side by side."
+    )
+    fc_norm: bool = Field(default=False, description="A norm for each tap.")
+    norm_output: bool = Field(
+        default=False, description="The state fed back is the one lm_head reads."
+    )
+    block: Block = None
 
 
 @register

@@ -21,15 +21,13 @@ from torch import Tensor, nn
 
 from draftsmith.drafters.base import DrafterConfig, register
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.layers import MLP, BlockConfig, RMSNorm, SelfAttention, init_weights
+from draftsmith.drafters.layers import MLP, Block, BlockConfig, RMSNorm, SelfAttention, init_weights
 from draftsmith.drafters.one_layer import OneLayer
 from draftsmith.drafters.target import Target
 
 
 class Eagle1Config(DrafterConfig):
-    """block: None takes the shape of the target's layers."""
-
-    block: BlockConfig | None = None
+    block: Block = None
 
 
 @register

@@ -28,23 +28,19 @@ from draftsmith.drafters.base import (
 from draftsmith.drafters.batch import Batch, align
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.grow import grow
-from draftsmith.drafters.reduced import ReducedVocab
+from draftsmith.drafters.reduced import DraftVocab, ReducedVocab
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.target import Target
 
 
 class HeadsConfig(DrafterConfig):
-    """heads: the longest draft. layers: residual blocks in each head. draft_vocab: kept target
-    tokens, None = all.
-
-    head "own": each head trains an lm_head that starts as `target_rows`; "target": all share
-    those, frozen.
-    """
-
-    heads: int = Field(default=4, ge=1)
-    layers: int = Field(default=1, ge=1)
-    draft_vocab: int | None = Field(default=None, ge=1)
-    head: Literal["own", "target"] = "own"
+    heads: int = Field(default=4, ge=1, description="One for each depth: the longest draft.")
+    layers: int = Field(default=1, ge=1, description="Residual blocks in each head.")
+    draft_vocab: DraftVocab = None
+    head: Literal["own", "target"] = Field(
+        default="own",
+        description="own: each trains an lm_head, from the target's; or all share that one.",
+    )
 
 
 @dataclass

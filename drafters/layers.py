@@ -6,11 +6,11 @@ the target's family, so a new target family needs no new drafter code.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 
@@ -56,6 +56,11 @@ class BlockConfig(BaseModel):
             rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
             rope_theta=_rope_theta(config),
         )
+
+
+Block = Annotated[
+    BlockConfig | None, Field(description="The layer's shape; default: the target's layers'.")
+]
 
 
 def _rope_theta(config: Any) -> float:

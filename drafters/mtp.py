@@ -37,24 +37,25 @@ from draftsmith.drafters.batch import Batch, align
 from draftsmith.drafters.cache import Slab
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.grow import grow
-from draftsmith.drafters.layers import MLP, BlockConfig, RMSNorm, SelfAttention, init_weights
+from draftsmith.drafters.layers import MLP, Block, BlockConfig, RMSNorm, SelfAttention, init_weights
 from draftsmith.drafters.one_layer import OneLayer, last_state
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.target import Target
 
 
 class MtpConfig(DrafterConfig):
-    """modules: 1 recursive, or one for each depth.
-
-    init "target" starts from the modules that the target's checkpoint ships, and takes block and
-    zero_first from it. block: None takes the shape of the target's layers. zero_first: the
-    embedding beside position 0 counts as 0, as vLLM and SGLang have it for MiMo's layout.
+    """init "target" takes block and zero_first from the target's checkpoint. Servers count the
+    embedding beside position 0 as 0 in MiMo's layout (vLLM, SGLang).
     """
 
-    modules: int = Field(default=1, ge=1)
-    init: Literal["fresh", "target"] = "fresh"
-    block: BlockConfig | None = None
-    zero_first: bool = True
+    modules: int = Field(default=1, ge=1, description="1 recursive, or one for each depth.")
+    init: Literal["fresh", "target"] = Field(
+        default="fresh", description="target: start from the modules that its checkpoint ships."
+    )
+    block: Block = None
+    zero_first: bool = Field(
+        default=True, description="The embedding beside position 0 counts as 0."
+    )
 
 
 @dataclass

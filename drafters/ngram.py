@@ -21,8 +21,8 @@ from draftsmith.drafters.sampling import Noise, Sampler
 class NgramConfig(DrafterConfig):
     """max_n, min_n: the longest and shortest suffix looked up; longer matches win."""
 
-    max_n: int = Field(default=3, ge=1)
-    min_n: int = Field(default=1, ge=1)
+    max_n: int = Field(default=3, ge=1, description="Longest run of tokens that is looked up.")
+    min_n: int = Field(default=1, ge=1, description="Shortest run of tokens that is looked up.")
 
     @model_validator(mode="after")
     def _ordered(self) -> NgramConfig:

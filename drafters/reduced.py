@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.vocab import VocabMap, most_frequent
+
+DraftVocab = Annotated[
+    int | None,
+    Field(ge=1, description="Tokens it can draft, the most frequent in answers; default: all."),
+]
 
 
 class ReducedVocab(Drafter):

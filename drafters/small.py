@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -38,17 +39,23 @@ from draftsmith.drafters.vocab import VocabMap
 
 
 class SmallConfig(DrafterConfig):
-    """layers: target layers to keep (0-based); or checkpoint: any causal LM (hub id, folder, GGUF).
-
-    embeddings, of a pruned model: "shared" (default) takes the target's embedding and lm_head,
-    frozen; "own" trains copies. architecture is filled in for a checkpoint: by it a trained one is
-    loaded without the model that it started from.
+    """architecture is filled in for a checkpoint: by it a trained one is loaded without the model
+    that it started from.
     """
 
-    layers: list[int] | None = None
-    checkpoint: str | None = None
-    embeddings: Literal["shared", "own"] | None = None
-    architecture: dict[str, Any] | None = None
+    layers: list[int] | None = Field(
+        default=None, description="Target layers to keep, counted from 0; or:"
+    )
+    checkpoint: str | None = Field(
+        default=None, description="Any causal LM to start from: hub id, folder, GGUF file."
+    )
+    embeddings: Literal["shared", "own"] | None = Field(
+        default=None,
+        description="layers: shared (default) with the target, frozen; own: trained copies.",
+    )
+    architecture: dict[str, Any] | None = Field(
+        default=None, description="checkpoint: its config; filled in."
+    )
 
 
 @dataclass

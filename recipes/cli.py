@@ -10,7 +10,7 @@ import sys
 import typer
 
 from draftsmith.drafters.errors import UserError
-from draftsmith.recipes import cli_evaluation, cli_serving, cli_training
+from draftsmith.recipes import cli_evaluation, cli_serving, cli_training, keys
 
 app = typer.Typer(
     add_completion=False,
@@ -19,7 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Trains drafters for speculative decoding on a target's own answers.",
 )
-for part in (cli_training, cli_evaluation, cli_serving):
+for part in (cli_training, keys, cli_evaluation, cli_serving):
     app.add_typer(part.commands)  # at the top level: it has no name
 
 

@@ -32,7 +32,7 @@ from draftsmith.train.reader import Samples
 from training import World
 
 COMMANDS = (
-    *("quickstart", "plan", "sample", "self-prompt", "train", "eval", "report"),
+    *("quickstart", "plan", "sample", "self-prompt", "train", "keys", "eval", "report"),
     *("compare", "certify", "bench", "export", "serve-check"),
 )
 ASKING = ("sample", "train", "eval")  # take prompts and a target in the same ways

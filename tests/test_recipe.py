@@ -12,10 +12,14 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import BaseModel, Field, create_model
 
+from draftsmith.drafters import base
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
+from draftsmith.recipes import keys
 from draftsmith.train import recipe
+from draftsmith.train.objective import LOSSES
 
 RECIPES = sorted((Path(__file__).resolve().parents[1] / "recipes").glob("*.yaml"))
 GOOD: dict[str, Any] = {"name": "mine", "drafter": "eagle", "steps": 10}
@@ -279,3 +283,47 @@ def test_shipped_recipes(path: Path) -> None:
 def test_there_are_shipped_recipes() -> None:
     """The parametrised test above passes on an empty folder."""
     assert {"smol-eagle3"} <= {path.stem for path in RECIPES}
+
+
+# ---------------------------------------------------------------- draftsmith keys
+
+
+def unlisted(model: type[BaseModel]) -> set[str]:
+    return set(model.model_fields) - {key for key, *_ in keys.rows(model)}
+
+
+@pytest.mark.parametrize("name", base.BUILT_IN)
+def test_every_key_is_listed(name: str) -> None:
+    assert unlisted(recipe.Recipe) == {"settings"}  # holds the family's
+    assert unlisted(base.family(name).Config) == set()
+
+
+def test_a_key_without_a_meaning_is_noticed() -> None:
+    """Planted fault."""
+    assert unlisted(create_model("Silent", told=(int, Field(1, description="is")), silent=1)) == {
+        "silent"
+    }
+
+
+def test_keys_are_shown_as_the_schema_has_them(capsys: pytest.CaptureFixture[str]) -> None:
+    fields = set(recipe.Recipe.model_fields)
+    assert set(keys.GROUPS) <= fields
+    keys.keys("eagle")
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    shown = {words[0] for words in lines if words}
+    assert shown >= fields - {"settings"} | set(base.family("eagle").Config.model_fields)
+    assert shown >= set(LOSSES)
+    assert next(words for words in lines if words[:1] == ["clip"])[1:5] == [
+        "number",
+        ">",
+        "0",
+        "(1.0)",
+    ]
+    with pytest.raises(UserError, match="eagel: no family to train; known are small"):
+        keys.keys("eagel")
+
+
+def test_an_unknown_key_is_sent_to_the_list(tmp_path: Path) -> None:
+    assert "unknown key 'xyzzy' for drafter eagle; draftsmith keys eagle lists" in refusal(
+        write(tmp_path, xyzzy=1)
+    )

@@ -43,7 +43,7 @@ class Cells:
 
 @dataclass(frozen=True)
 class Loss:
-    """table: the loss (c, K) of each cell. needs: the divergences it reads.
+    """meaning: in a line. table: the loss (c, K) of each cell. needs: the divergences it reads.
 
     chained: a cell's loss depends on the depths before it, so that they are needed even where one
     row of hidden states serves them all. passes: the table is survival, and its weights are the
@@ -51,6 +51,7 @@ class Loss:
     need a pass of their own.
     """
 
+    meaning: str
     table: Callable[[Cells], Tensor]
     needs: tuple[str, ...] = ()
     chained: bool = False
@@ -67,22 +68,36 @@ def _survival_by_alpha(c: Cells) -> Tensor:
 
 
 LOSSES: dict[str, Loss] = {
-    "ce": Loss(lambda c: c.divergence["ce"], ("ce",)),
-    "kl": Loss(lambda c: c.divergence["kl"], ("kl",)),
-    "rkl": Loss(lambda c: c.divergence["rkl"], ("rkl",)),
-    "jsd": Loss(lambda c: c.divergence["jsd"], ("jsd",)),
-    "tv": Loss(lambda c: 1.0 - c.alpha),
-    "log_alpha": Loss(lambda c: -c.alpha.clamp(min=FLOOR).log()),
-    # KL that gives way to TV as acceptance grows (Nebius, arXiv 2602.23881).
-    "lk": Loss(lambda c: c.mix * c.divergence["kl"] + (1 - c.mix) * (1 - c.alpha), ("kl",)),
-    # DSpark, arXiv 2607.05147: |p - q|_1 = 2 TV.
-    "l1_ce": Loss(lambda c: 0.1 * c.divergence["ce"] + 1.8 * (1 - c.alpha), ("ce",)),
-    "hass": Loss(lambda c: c.divergence["kl"] + c.divergence["top_k"], ("kl", "top_k")),
-    # 1 - expected share of the draft that is accepted (end-to-end TV, Bebop, arXiv 2606.12370).
-    "expected": Loss(lambda c: 1.0 - torch.cumprod(c.alpha, 1), chained=True),
-    # Verify passes per token, 1 / tau: exactly replay's, and with the last factor averaged.
-    "replay": Loss(_survival, chained=True, passes=True),
-    "replay_alpha": Loss(_survival_by_alpha, chained=True, passes=True),
+    "ce": Loss("cross-entropy of the text's own tokens", lambda c: c.divergence["ce"], ("ce",)),
+    "kl": Loss("KL(p, q)", lambda c: c.divergence["kl"], ("kl",)),
+    "rkl": Loss("KL(q, p), at temperatures above 0", lambda c: c.divergence["rkl"], ("rkl",)),
+    "jsd": Loss("Jensen-Shannon divergence", lambda c: c.divergence["jsd"], ("jsd",)),
+    "tv": Loss("total variation, 1 - alpha", lambda c: 1.0 - c.alpha),
+    "log_alpha": Loss("-log(alpha)", lambda c: -c.alpha.clamp(min=FLOOR).log()),
+    "lk": Loss(
+        "KL that gives way to TV as acceptance grows (arXiv 2602.23881)",
+        lambda c: c.mix * c.divergence["kl"] + (1 - c.mix) * (1 - c.alpha),
+        ("kl",),
+    ),
+    "l1_ce": Loss(  # |p - q|_1 = 2 TV
+        "0.1 cross-entropy + 0.9 |p - q|_1 (DSpark, arXiv 2607.05147)",
+        lambda c: 0.1 * c.divergence["ce"] + 1.8 * (1 - c.alpha),
+        ("ce",),
+    ),
+    "hass": Loss(
+        "KL, and cross-entropy on p's top tokens (HASS, arXiv 2408.15766)",
+        lambda c: c.divergence["kl"] + c.divergence["top_k"],
+        ("kl", "top_k"),
+    ),
+    "expected": Loss(
+        "1 - expected share of the draft that is accepted (arXiv 2606.12370)",
+        lambda c: 1.0 - torch.cumprod(c.alpha, 1),
+        chained=True,
+    ),
+    "replay": Loss("verify passes per token, 1 / tau", _survival, chained=True, passes=True),
+    "replay_alpha": Loss(
+        "replay, its last factor averaged", _survival_by_alpha, chained=True, passes=True
+    ),
 }
 
 

@@ -1,7 +1,7 @@
 """The typed recipe: one schema for the YAML file, the command line and the checkpoint.
 
 Flat keys. Those of the drafter's family (drafters/<family>.py, its Config) stand beside the
-common ones; an unknown key is an error that names near ones.
+common ones; an unknown key is an error that names near ones. `draftsmith keys` lists them all.
 """
 
 from __future__ import annotations
@@ -45,62 +45,133 @@ Place = Annotated[str, AfterValidator(os.path.expanduser)]  # no shell has read 
 
 
 class Recipe(BaseModel):
-    """Everything that decides a run, but for the family's own keys."""
+    """Everything that decides a run, but for the family's own keys.
+
+    `draftsmith keys` shows type, default and description, by the groups that stand here.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")  # the run lives in runs/NAME
-    runs: Place = "runs"
-    target: str = "smollm2"  # hub id, folder, GGUF file, package:NAME, or smollm2
-    device_map: Spread = None  # auto, or {module: device}: spreads a target no one device can hold
-    drafter: str
-
-    samples: Place | None = None  # a samples folder; None: the product's prompts are answered first
-    prompts: Place | None = None  # a prompts file to answer instead of the product's own
-    max_new_tokens: int = Field(default=192, ge=1)
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    heldout: int = Field(default=32, ge=1)  # conversations kept for choosing the checkpoint
-
-    depths: int = Field(default=3, ge=1)  # K: depths unrolled in training
-    k: int = Field(default=4, ge=1)  # draft length at which replay tau chooses the checkpoint
-    start: Place | None = (
-        None  # a drafter folder, ours or foreign, whose weights the run starts from
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="The run lives in RUNS/NAME."
     )
-    lora: int | None = Field(default=None, ge=1)  # rank: train adapters of that drafter only
-    adapt: int | None = Field(default=None, ge=1)  # rank: LoRA on the target: a new one, RUN/target
-    adapt_lr: float = Field(default=2.5e-4, gt=0)  # of its adapters; the drafter's is lr
-    adapt_after: float = Field(default=0.25, ge=0, lt=1)  # share of the steps: the drafter alone
-    adapt_weight: float = Field(default=0.2, ge=0)  # of the drafter's loss in the target, beside KL
-    loss: str | list[str] = "kl"  # of train/objective.py; a list is gone through as alpha_0 grows
-    switch_alpha: list[float] = Field(default_factory=list)  # alpha_0 that ends each loss but one
-    eta: float = Field(default=3.0, ge=0)  # lk: KL's share is exp(-eta * alpha)
-    depth_weights: DepthKind | list[float] = "geometric"  # a list: one weight a depth
-    decay: float = Field(default=0.8, gt=0, le=1)  # geometric: depth j weighs decay**j
-    span: float = Field(default=4.0, gt=0)  # exponential: depth j weighs exp(-j / span)
-    per: Literal["token", "sequence"] = "token"  # whether cells or texts count alike
-    regression: float = Field(default=0.0, ge=0)  # eagle1: weight of the distance of features
-    feature_noise: float = Field(default=0.0, ge=0)  # uniform, +- this, on features in training
+    runs: Place = Field(default="runs", description="Folder of all runs.")
+    target: str = Field(
+        default="smollm2", description="Hub id, folder, GGUF file, package:NAME or smollm2."
+    )
+    device_map: Spread = Field(
+        default=None,
+        description="auto, or {module: device}: spreads a target no one device can hold.",
+    )
+    drafter: str = Field(description="The drafter's family, whose own keys stand beside these.")
 
-    steps: int = Field(ge=1)
-    length: int = Field(default=512, ge=8)  # tokens in a packed row
-    # Packed rows in a micro-batch. A step reads rows * accumulation for each process that the run
-    # began with, and keeps to that number when it goes on with others.
-    rows: int = Field(default=2, ge=1)
-    accumulation: int = Field(default=1, ge=1)
-    lr: float = Field(default=1e-3, gt=0)
-    warmup: float = Field(default=0.05, ge=0, lt=1)  # share of the steps
-    weight_decay: float = Field(default=0.0, ge=0)
-    clip: float = Field(default=1.0, gt=0)
-    chunk: int = Field(default=1024, ge=1)  # (anchor, depth) rows whose logits are alive at a time
-    feature_cache: Bytes | None = None  # 20GB: keep the target's states on disk, at most so many
-    feature_dtype: Literal["bfloat16"] | None = None  # of those; None: as the target computes them
-    save_every: int = Field(default=100, ge=1)  # steps between checkpoints, each one replayed
-    patience: int = Field(default=0, ge=0)  # replays without a new best that end a run; 0: never
-    log_every: int = Field(default=10, ge=1)
-    tracker: Trackers = []  # none, wandb, tensorboard, or a list (keys: see trackers.py)
-    seed: int = 0
+    samples: Place | None = Field(
+        default=None, description="A samples folder; without one, prompts are answered first."
+    )
+    prompts: Place | None = Field(
+        default=None,
+        description="Prompts to answer in place of draftsmith's own: a file, a mix, ..",
+    )
+    max_new_tokens: int = Field(default=192, ge=1, description="Of each answer.")
+    temperature: float = Field(
+        default=1.0, description="Of the answers, and of serving; 0 is greedy."
+    )
+    top_k: int = Field(default=0, description="0 switches top-k off.")
+    top_p: float = Field(default=1.0, description="1 switches top-p off.")
+    heldout: int = Field(
+        default=32, ge=1, description="Conversations kept for choosing the checkpoint."
+    )
+
+    depths: int = Field(default=3, ge=1, description="Depths unrolled in training.")
+    k: int = Field(
+        default=4, ge=1, description="Draft length at which replay's tau chooses the checkpoint."
+    )
+    start: Place | None = Field(
+        default=None,
+        description="A drafter folder, ours or foreign, whose weights the run starts from.",
+    )
+    lora: int | None = Field(
+        default=None, ge=1, description="Rank: adapters of that drafter are trained, nothing else."
+    )
+    adapt: int | None = Field(
+        default=None,
+        ge=1,
+        description="medusa: rank of a LoRA on the target, a new one in RUN/target.",
+    )
+    adapt_lr: float = Field(
+        default=2.5e-4, gt=0, description="adapt: of its adapters; the drafter's is lr."
+    )
+    adapt_after: float = Field(
+        default=0.25,
+        ge=0,
+        lt=1,
+        description="adapt: share of the steps that train the drafter alone.",
+    )
+    adapt_weight: float = Field(
+        default=0.2, ge=0, description="adapt: of the drafter's loss in the target, beside KL."
+    )
+
+    loss: str | list[str] = Field(
+        default="kl", description="One of the losses, or a list, gone through as alpha_0 grows."
+    )
+    switch_alpha: list[float] = Field(
+        default_factory=list, description="alpha_0 that ends each loss of a list but the last."
+    )
+    eta: float = Field(default=3.0, ge=0, description="lk: KL's share is exp(-eta * alpha).")
+    depth_weights: DepthKind | list[float] = Field(
+        default="geometric",
+        description="Weights of depths: dpace and reach follow acceptance; or one number a depth.",
+    )
+    decay: float = Field(default=0.8, gt=0, le=1, description="geometric: depth j weighs decay**j.")
+    span: float = Field(
+        default=4.0, gt=0, description="exponential: depth j weighs exp(-j / span)."
+    )
+    per: Literal["token", "sequence"] = Field(
+        default="token", description="Whether tokens or conversations count alike."
+    )
+    regression: float = Field(
+        default=0.0, ge=0, description="eagle1: weight of the distance of features."
+    )
+    feature_noise: float = Field(
+        default=0.0, ge=0, description="Half the width of uniform noise on features in training."
+    )
+
+    steps: int = Field(ge=1, description="Optimizer steps.")
+    length: int = Field(default=512, ge=8, description="Tokens in a packed row.")
+    # A run that goes on with other processes keeps to its rows a step.
+    rows: int = Field(
+        default=2, ge=1, description="Packed rows in a micro-batch, for each process of the launch."
+    )
+    accumulation: int = Field(default=1, ge=1, description="Micro-batches in a step.")
+    lr: float = Field(default=1e-3, gt=0, description="Learning rate at its highest.")
+    warmup: float = Field(
+        default=0.05, ge=0, lt=1, description="Share of the steps in which lr rises."
+    )
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's.")
+    clip: float = Field(default=1.0, gt=0, description="Largest norm of a step's gradient.")
+    chunk: int = Field(
+        default=1024, ge=1, description="(anchor, depth) rows whose logits are alive at a time."
+    )
+    seed: int = Field(default=0, description="Keys every draw.")
+
+    feature_cache: Bytes | None = Field(
+        default=None, description="20GB: keeps the target's states on disk, at most so many bytes."
+    )
+    feature_dtype: Literal["bfloat16"] | None = Field(
+        default=None,
+        description="feature_cache: of its states; default: as the target computes them.",
+    )
+    save_every: int = Field(
+        default=100, ge=1, description="Steps between checkpoints, each one replayed."
+    )
+    patience: int = Field(
+        default=0, ge=0, description="Replays without a new best that end the run; 0: none do."
+    )
+    log_every: int = Field(default=10, ge=1, description="Steps between lines of figures.")
+    tracker: Trackers = Field(
+        default_factory=list,
+        description="none, wandb, tensorboard or a list; they get what metrics.jsonl holds.",
+    )
 
     settings: dict[str, Any] = Field(default_factory=dict)  # the family's keys, validated
 
@@ -206,6 +277,7 @@ def parse(raw: dict[str, Any], where: str) -> Recipe:
         if key not in common | own:
             near = difflib.get_close_matches(str(key), sorted(common | own), n=3, cutoff=0.5)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            hint = hint or f"; draftsmith keys {raw['drafter']} lists them"
             raise UserError(f"{where}: unknown key {key!r} for drafter {raw['drafter']}{hint}")
     try:
         settings = config(**{k: v for k, v in raw.items() if k in own})

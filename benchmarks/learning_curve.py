@@ -22,7 +22,7 @@ from torch import Tensor
 
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter, DrafterConfig, Unroll, rows_of
-from draftsmith.drafters.batch import Batch, align
+from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.target import Target
 from draftsmith.eval.replay import replay
 from draftsmith.train.checkpoint import read_metrics
@@ -45,8 +45,7 @@ class Bigram(Drafter):
         super().__init__(target, DrafterConfig())
         self.pairs, self.unigram, self.m = pairs, unigram, m
 
-    def unroll(self, batch: Batch, depths: int, anchors: Tensor | None = None) -> Unroll:
-        alignment = align(batch, depths, anchors)
+    def unroll(self, batch: Batch, alignment: Alignment) -> Unroll:
         return rows_of(torch.zeros(*alignment.exists.shape, 1), alignment, batch)
 
     def logits(self, hidden: Tensor, prev: Tensor, depth: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -39,15 +40,13 @@ class Unroll:
     """Hidden states of every (anchor, depth), teacher forced.
 
     hidden (M, H); index (B, A, K) into its rows, -1 where the depth does not exist or nothing is
-    proposed; prev (M,) = x_{a+1+j}; depth (M,), 0 where rows are shared between depths;
-    anchors (B, A) padded with -1.
+    proposed; prev (M,) = x_{a+1+j}; depth (M,), 0 where rows are shared between depths.
     """
 
     hidden: Tensor
     index: Tensor
     prev: Tensor
     depth: Tensor
-    anchors: Tensor
 
 
 @dataclass
@@ -55,7 +54,6 @@ class Guesses:
     """What a drafter without q proposes: tokens (B, A, K) in target ids, -1 for none."""
 
     tokens: Tensor
-    anchors: Tensor
 
 
 class DrafterConfig(BaseModel):
@@ -95,10 +93,10 @@ class Drafter(nn.Module, ABC):
         return cls(target, config)
 
     @abstractmethod
-    def unroll(self, batch: Batch, depths: int, anchors: Tensor | None = None) -> Unroll | Guesses:
-        """Every (anchor, depth) of a batch whose features are filled; anchors None = all.
+    def unroll(self, batch: Batch, alignment: Alignment) -> Unroll | Guesses:
+        """Every (anchor, depth) of an alignment on a batch whose features are filled.
 
-        Shapes: see Unroll. anchors (B, A) padded with -1.
+        Shapes: see Unroll. The alignment is the caller's, and stays as it is.
         """
 
     def logits(self, hidden: Tensor, prev: Tensor, depth: Tensor) -> Tensor:
@@ -175,13 +173,18 @@ class Drafter(nn.Module, ABC):
 
 
 def rows_of(states: Tensor, alignment: Alignment, batch: Batch) -> Unroll:
-    """An Unroll from states (B, A, K, H): one row per existing (anchor, depth)."""
-    exists = alignment.exists
+    """An Unroll from states (B, A, k, H): one row per existing (anchor, depth).
+
+    Nothing is proposed at depths from k on.
+    """
+    k, depths = states.shape[2], alignment.exists.shape[2]
+    exists, compare = alignment.exists[..., :k], alignment.compare[..., :k]
     index = torch.where(exists, exists.flatten().cumsum(0).view_as(exists) - 1, -1)
-    depth = torch.arange(exists.shape[2], device=exists.device).expand_as(exists)
+    index = F.pad(index, (0, depths - k), value=-1)
+    depth = torch.arange(k, device=exists.device).expand_as(exists)
     row = torch.arange(exists.shape[0], device=exists.device).view(-1, 1, 1)
-    prev = batch.tokens[row, alignment.compare]  # (B, A, K) x_{a+1+j}
-    return Unroll(states[exists], index, prev[exists], depth[exists], alignment.anchors)
+    prev = batch.tokens[row, compare]  # (B, A, k) x_{a+1+j}
+    return Unroll(states[exists], index, prev[exists], depth[exists])
 
 
 BUILT_IN = ("ngram", "small", "medusa", "hydra", "eagle", "eagle1", "mtp")

@@ -25,7 +25,7 @@ from draftsmith.drafters.base import (
     Unroll,
     rows_of,
 )
-from draftsmith.drafters.batch import Batch, align
+from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.reduced import DraftVocab, ReducedVocab
@@ -131,17 +131,14 @@ class Heads(ReducedVocab):
         out = torch.cat([head(part) for head, part in pairs])  # (n, Vd)
         return torch.empty_like(out).index_copy_(0, order, out)
 
-    def unroll(self, batch: Batch, depths: int, anchors: Tensor | None = None) -> Unroll:
+    def unroll(self, batch: Batch, alignment: Alignment) -> Unroll:
         """One pass of every head over the anchors' states; nothing exists beyond the heads."""
-        K = min(depths, self.config.heads)
-        alignment = align(batch, K, anchors)
+        K = min(alignment.exists.shape[2], self.config.heads)
         row = torch.arange(batch.tokens.shape[0], device=batch.device).unsqueeze(1)
         g = self._features(batch.features)[row, alignment.anchors.clamp(min=0)]  # (B, A, H)
         line = batch.tokens[row.unsqueeze(2), alignment.compare]  # (B, A, K) x_{a+1} ..
         states = [self._state(j, g, line[:, :, : j + 1]) for j in range(K)]
-        out = rows_of(torch.stack(states, dim=2), alignment, batch)
-        out.index = F.pad(out.index, (0, depths - K), value=-1)
-        return out
+        return rows_of(torch.stack(states, dim=2), alignment, batch)
 
     def _features(self, features: dict[str, Tensor]) -> Tensor:
         return features["normed"].to(next(self.parameters()).dtype)  # (B, T, H)

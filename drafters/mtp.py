@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from draftsmith.drafters import mtp_weights
 from draftsmith.drafters.attention import tree_seen
 from draftsmith.drafters.base import DrafterConfig, Policy, Proposal, Unroll, register, rows_of
-from draftsmith.drafters.batch import Batch, align
+from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.cache import Slab
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.grow import grow
@@ -158,17 +158,15 @@ class Mtp(OneLayer):
     def logits(self, hidden: Tensor, prev: Tensor, depth: Tensor) -> Tensor:
         return self.target.unembed(hidden)
 
-    def unroll(self, batch: Batch, depths: int, anchors: Tensor | None = None) -> Unroll:
+    def unroll(self, batch: Batch, alignment: Alignment) -> Unroll:
         """A chain's modules are one causal pass each, over all rows: the next one reads them."""
         if self.longest is None:
-            return super().unroll(batch, depths, anchors)
-        alignment = align(batch, depths, anchors)
-        alignment.exists &= torch.arange(depths, device=batch.device) < self.longest
+            return super().unroll(batch, alignment)
         at = alignment.anchors.clamp(min=0).unsqueeze(2)  # (B, A, 1)
         seen = batch.segment.unsqueeze(2) == batch.segment.unsqueeze(1)
         seen &= batch.position.unsqueeze(1) <= batch.position.unsqueeze(2)  # (B, T, T)
         state, states = self.fuse(batch.features), []
-        for j in range(min(depths, self.longest)):
+        for j in range(min(alignment.exists.shape[2], self.longest)):
             following = F.pad(batch.tokens[:, 1 + j :], (0, min(1 + j, batch.tokens.shape[1])))
             x, residual = self.inputs(following, state, batch.position, j)
             attend = self.module(j).self_attn
@@ -177,7 +175,6 @@ class Mtp(OneLayer):
             mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=seen.unsqueeze(1))
             state = self.module(j).finish(residual, mixed)  # (B, T, H)
             states.append(state.gather(1, at.expand(-1, -1, state.shape[2])))
-        states += states[-1:] * (depths - len(states))  # of depths that do not exist
         return rows_of(torch.stack(states, dim=2), alignment, batch)
 
     def start(self, rows: int, capacity: int) -> Any:

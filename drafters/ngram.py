@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from draftsmith.drafters.base import Drafter, DrafterConfig, Guesses, Policy, Proposal, register
-from draftsmith.drafters.batch import Batch, all_anchors
+from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.sampling import Noise, Sampler
 
 
@@ -48,13 +48,12 @@ class Ngram(Drafter):
     deterministic = True
     config: NgramConfig
 
-    def unroll(self, batch: Batch, depths: int, anchors: Tensor | None = None) -> Guesses:
+    def unroll(self, batch: Batch, alignment: Alignment) -> Guesses:
         """A walk with one table per n: n-gram -> the position after its latest occurrence."""
-        anchors = all_anchors(batch) if anchors is None else anchors
-        out = torch.full((*anchors.shape, depths), -1, dtype=torch.long)
-        rows = zip(batch.tokens.tolist(), batch.segment.tolist(), anchors.tolist(), strict=True)
-        for b, (tokens, segments, row_anchors) in enumerate(rows):
-            wanted = {a + 1: i for i, a in enumerate(row_anchors) if a >= 0}
+        out = torch.full(alignment.exists.shape, -1, dtype=torch.long)
+        texts = (t.tolist() for t in (batch.tokens, batch.segment, alignment.anchors))
+        for b, (tokens, segments, anchors) in enumerate(zip(*texts, strict=True)):
+            wanted = {a + 1: i for i, a in enumerate(anchors) if a >= 0}
             tables: list[dict[tuple[int, ...], int]] = []
             first = 0
             for t, (_, segment) in enumerate(zip(tokens, segments, strict=True)):
@@ -68,9 +67,9 @@ class Ngram(Drafter):
                     match = tables[n].get(gram, match)
                     tables[n][gram] = t + 1
                 if t in wanted and match >= 0:
-                    found = tokens[match : min(match + depths, t + 1)]
+                    found = tokens[match : min(match + out.shape[2], t + 1)]
                     out[b, wanted[t], : len(found)] = torch.tensor(found)
-        return Guesses(out.to(batch.device), anchors)
+        return Guesses(out.to(batch.device))
 
     def start(self, rows: int, capacity: int) -> NgramState:
         device = self.target.device

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from draftsmith.drafters.attention import tree_seen
 from draftsmith.drafters.base import Drafter, Policy, Proposal, Unroll, rows_of
-from draftsmith.drafters.batch import Batch, align
+from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.cache import Slab
 from draftsmith.drafters.diagonal import causal_and_diagonal
 from draftsmith.drafters.grow import grow
@@ -67,12 +67,11 @@ class OneLayer(Drafter):
         """The state that the next depth reads, of the layer's output."""
         return output
 
-    def unroll(self, batch: Batch, depths: int, anchors: Tensor | None = None) -> Unroll:
+    def unroll(self, batch: Batch, alignment: Alignment) -> Unroll:
         """Depth 0 is one causal pass; deeper ones see depth 0's keys and their own diagonal.
 
         Every position gives depth 0 its keys; only anchors ask.
         """
-        alignment = align(batch, depths, anchors)
         row = torch.arange(batch.tokens.shape[0], device=batch.device).unsqueeze(1)
         at = alignment.anchors.clamp(min=0)  # (B, A)
         attend = self.attention
@@ -88,7 +87,7 @@ class OneLayer(Drafter):
         hidden = self.finish(residual[row, at], mixed)  # (B, A, H)
         states = [hidden]
         keys, values = [], []
-        for j in range(1, depths):
+        for j in range(1, alignment.exists.shape[2]):
             token = batch.tokens[row, alignment.compare[:, :, j]]  # (B, A) x_{a+1+j}
             x, residual = self.inputs(token, self.fed_back(hidden), position + j)
             query = attend.queries(x, position + j)  # (B, h, A, D)

@@ -26,7 +26,7 @@ from draftsmith.drafters.base import (
     Unroll,
     register,
 )
-from draftsmith.drafters.batch import Batch, align
+from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.cache import Slab
 from draftsmith.drafters.causal_lm import CausalLM
 from draftsmith.drafters.errors import LOAD_ERRORS, UserError, reason
@@ -113,9 +113,8 @@ class Small(Drafter):
         # A draft model's head may be padded further than the target's.
         return self.lm.head(hidden)[..., : self.target.vocab_size]
 
-    def unroll(self, batch: Batch, depths: int, anchors: Tensor | None = None) -> Unroll:
+    def unroll(self, batch: Batch, alignment: Alignment) -> Unroll:
         """One causal pass; row a+1+j serves every (a, j) with that sum."""
-        alignment = align(batch, depths, anchors)
         final = self.lm(batch.tokens, packed_step(batch.position, batch.segment)).final
         B, T = batch.tokens.shape
         row = torch.arange(B, device=batch.device).view(-1, 1, 1)
@@ -125,9 +124,7 @@ class Small(Drafter):
         number = used.cumsum(0) - 1
         index = torch.where(alignment.exists, number[flat], -1)
         prev = batch.tokens.flatten()[used]
-        return Unroll(
-            final.flatten(0, 1)[used], index, prev, torch.zeros_like(prev), alignment.anchors
-        )
+        return Unroll(final.flatten(0, 1)[used], index, prev, torch.zeros_like(prev))
 
     def start(self, rows: int, capacity: int) -> SmallState:
         slab = Slab(rows, capacity, self.lm.device)

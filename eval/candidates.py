@@ -46,7 +46,7 @@ def ranks(
     are those of `replay.tables`.
     """
     alignment = align(batch, depths)
-    unroll = unroll or drafter.unroll(batch, depths)
+    unroll = unroll or drafter.unroll(batch, alignment)
     if isinstance(unroll, Guesses):
         exists = alignment.exists & (unroll.tokens >= 0)
         rank = torch.where((unroll.tokens == alignment.label) & exists, 0, NEVER)
@@ -85,7 +85,7 @@ def diagnose(drafter: Drafter, batches: Iterable[Batch], k: int, seed: int = 0) 
     ranked: list[Table] = []
     for batch in batches:
         first = served[-1].prompt + 1 if served else 0
-        unroll = drafter.unroll(batch, k)
+        unroll = drafter.unroll(batch, align(batch, k))
         served += tables(drafter, batch, k, first, unroll)
         ranked += ranks(drafter, batch, k, first, unroll)
     reached, hits = np.zeros(k), {width: np.zeros(k) for width in WIDTHS}

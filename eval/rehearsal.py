@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.drafters.base import Drafter, Guesses, Policy, Proposal
-from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.grow import from_states, grow
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.target import Target
@@ -42,7 +42,7 @@ class Rehearsed(Drafter):
         super().__init__(target, None)
         self.texts = texts
 
-    def unroll(self, batch: Batch, depths: int, anchors: Tensor | None = None) -> Guesses:
+    def unroll(self, batch: Batch, alignment: Alignment) -> Guesses:
         raise NotImplementedError("a rehearsed drafter probes the decoder; it is not replayed")
 
     def logits(self, hidden: Tensor, prev: Tensor, depth: Tensor) -> Tensor:

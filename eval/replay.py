@@ -76,7 +76,7 @@ def tables(
     drafter's own at these depths, where it is there already.
     """
     alignment = align(batch, depths)
-    unroll = unroll or drafter.unroll(batch, depths)
+    unroll = unroll or drafter.unroll(batch, alignment)
     if isinstance(unroll, Guesses):
         exists = alignment.exists & (unroll.tokens >= 0)
         weight = ((unroll.tokens == alignment.label) & exists).double()

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from draftsmith.drafters import base, export, foreign
 from draftsmith.drafters.base import Drafter, Unroll
-from draftsmith.drafters.batch import Batch, batch_of
+from draftsmith.drafters.batch import Batch, align, batch_of
 from draftsmith.drafters.errors import UserError, cannot_write
 from draftsmith.drafters.export import Serving
 from draftsmith.drafters.sampling import Sampler
@@ -153,7 +153,7 @@ def _read_back(drafter: Drafter, folder: Path, dtype: str) -> ReadBack:
 
 def _logits(drafter: Drafter, batch: Batch) -> torch.Tensor:
     """Draft logits (M, V) over target ids, of every anchor and depth."""
-    unrolled = drafter.unroll(batch, min(DEPTHS, drafter.longest or DEPTHS))
+    unrolled = drafter.unroll(batch, align(batch, min(DEPTHS, drafter.longest or DEPTHS)))
     assert isinstance(unrolled, Unroll)
     rows = drafter.logits(unrolled.hidden, unrolled.prev, unrolled.depth)
     return drafter.vocab.spread(rows).float()

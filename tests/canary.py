@@ -129,11 +129,12 @@ def _said(drafter: Drafter, batch: Batch) -> tuple[Tensor, Tensor]:
     """Draft logits (n, Vd) of every anchor and depth (one where depths share rows), and the texts'
     tokens (n,) there."""
     depths = 1 if drafter.rows_shared else K
-    unroll = drafter.unroll(batch, depths)
+    alignment = align(batch, depths)
+    unroll = drafter.unroll(batch, alignment)
     assert isinstance(unroll, Unroll)
     logits = drafter.logits(unroll.hidden, unroll.prev, unroll.depth)
     exists = unroll.index >= 0
-    label = drafter.vocab.to_draft(align(batch, depths).label[exists])
+    label = drafter.vocab.to_draft(alignment.label[exists])
     return logits[unroll.index[exists]], label
 
 

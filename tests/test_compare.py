@@ -16,7 +16,7 @@ pytest.importorskip("datasets")
 
 import test_replay
 from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.batch import Batch, batch_of
+from draftsmith.drafters.batch import Batch, align, batch_of
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.eval import candidates
@@ -55,7 +55,7 @@ def test_ranks_by_sorting(name: str) -> None:
     text, made = batch.tokens[0].tolist(), batch.made[0].tolist()
     root = made.index(True)
     for i, limit in enumerate(table.limit):
-        unroll = drafter.unroll(batch, K, torch.tensor([[root - 1 + i]]))
+        unroll = drafter.unroll(batch, align(batch, K, torch.tensor([[root - 1 + i]])))
         for j in range(limit):
             row = unroll.index[0, 0, j]
             law = drafter.logits(*(t[row : row + 1] for t in (

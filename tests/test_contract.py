@@ -21,6 +21,7 @@ import reference_mtp
 import tiny
 import toys  # noqa: F401  (registers the toy families)
 from draftsmith.drafters import base
+from draftsmith.drafters import batch as batches
 from draftsmith.drafters.base import Drafter, Guesses, Policy
 from draftsmith.drafters.batch import Batch, batch_of
 from draftsmith.drafters.errors import UserError
@@ -160,8 +161,10 @@ def check_views(made: Drafter, sampler: Sampler = PLAIN, k: int = K) -> None:
     for tap, values in batch.features.items():
         batch.features[tap] = torch.where(later, 30 * torch.randn(values.shape), values)
     with torch.no_grad():
-        unroll = made.unroll(batch, k, anchors)
-    assert unroll.anchors.equal(anchors)
+        alignment = batches.align(batch, k, anchors)
+        unroll = made.unroll(batch, alignment)
+    again = vars(batches.align(batch, k, anchors))
+    assert all(value.equal(again[key]) for key, value in vars(alignment).items()), "the caller's"
     if isinstance(unroll, Guesses):
         drafts = [m.drafts + [-1] * (k - len(m.drafts)) for m in moments]
         assert unroll.tokens[:, 0].tolist() == drafts
@@ -354,7 +357,8 @@ Cells = dict[tuple[int, int, int], Tensor]
 @torch.no_grad()
 def cells(made: Drafter, batch: Batch, k: int = K, anchors: Tensor | None = None) -> Cells:
     """(row, anchor, depth) -> q at temperature 1; of a drafter without q the guessed token."""
-    unroll = made.unroll(batch, k, anchors)
+    alignment = batches.align(batch, k, anchors)
+    unroll = made.unroll(batch, alignment)
     if isinstance(unroll, Guesses):
         values, index = unroll.tokens.flatten().float(), torch.arange(unroll.tokens.numel())
         index = index.view_as(unroll.tokens)
@@ -362,7 +366,7 @@ def cells(made: Drafter, batch: Batch, k: int = K, anchors: Tensor | None = None
         values = made.logits(unroll.hidden, unroll.prev, unroll.depth).softmax(-1)
         index = unroll.index
     out: Cells = {}
-    for b, row in enumerate(unroll.anchors.tolist()):
+    for b, row in enumerate(alignment.anchors.tolist()):
         for i, a in enumerate(row):
             where = index[b, i].tolist()
             assert a >= 0 or isinstance(unroll, Guesses) or set(where) == {-1}
@@ -469,9 +473,10 @@ def test_index_marks_what_exists(name: str) -> None:
     wanted = {cell for cell in expected_cells(batch, K) if cell[2] < deepest}
     assert len(wanted) > 15
     assert cells(made, batch).keys() == wanted
-    unroll = made.unroll(batch, K)
+    alignment = batches.align(batch, K)
+    unroll = made.unroll(batch, alignment)
     for b, a, j in wanted:
-        row = unroll.index[b, unroll.anchors[b].tolist().index(a), j]
+        row = unroll.index[b, alignment.anchors[b].tolist().index(a), j]
         assert unroll.prev[row] == batch.tokens[b, a + 1 + j]
         assert unroll.depth[row] == (0 if made.rows_shared else j)
     used = unroll.index[unroll.index >= 0].unique()
@@ -487,9 +492,11 @@ def test_index_marks_what_exists(name: str) -> None:
 def test_all_anchors_are_the_target_made_roots(name: str) -> None:
     """Faults: an anchor of another sample; a root that the target did not make."""
     made, batch = drafter(name), turns()
-    unroll = made.unroll(made.target.read(batch, made.taps), K)
-    anchors = [[a for a in row if a >= 0] for row in unroll.anchors.tolist()]
+    made.target.read(batch, made.taps)
+    roots = {a for b, a, _ in cells(made, batch, 1) if b == 0}
+    anchors = [[a for a in row if a >= 0] for row in batches.all_anchors(batch).tolist()]
     assert anchors == [[1, 2, 3, 4, 7, 8, 9, 11, 12, 13, 14, 15], [2]]
+    assert roots <= set(anchors[0])
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import tiny
 from draftsmith.drafters import diagonal, one_layer
+from draftsmith.drafters.batch import align
 from draftsmith.drafters.diagonal import causal_and_diagonal, dense
 from test_objective import drafter, packed
 
@@ -94,7 +95,7 @@ def test_in_the_unroll_of_packed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(one_layer, "causal_and_diagonal", form)
         of = drafter("eagle")
         batch = tiny.target().read(packed(), of.taps)
-        hidden = of.unroll(batch, 4).hidden
+        hidden = of.unroll(batch, align(batch, 4)).hidden
         parameters = [p for p in of.parameters() if p.requires_grad]
         direction = torch.linspace(-1, 1, hidden.numel()).view_as(hidden)
         grads = torch.autograd.grad(hidden, parameters, direction, allow_unused=True)

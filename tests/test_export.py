@@ -26,7 +26,7 @@ import test_capture
 import tiny
 from draftsmith.drafters import base, export, foreign
 from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.batch import Batch, batch_of
+from draftsmith.drafters.batch import Batch, align, batch_of
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.export import Serving, layouts
 from draftsmith.drafters.layers import BlockConfig
@@ -97,11 +97,13 @@ def read(target: Target, taps: Any) -> Batch:
 @torch.no_grad()
 def logits(made: Drafter) -> dict[tuple[int, int], Tensor]:
     """Draft logits over target ids, -inf where there is none, by anchor and depth."""
-    unrolled = made.unroll(read(made.target, made.taps), K)
+    batch = read(made.target, made.taps)
+    alignment = align(batch, K)
+    unrolled = made.unroll(batch, alignment)
     assert isinstance(unrolled, base.Unroll)
     rows = made.logits(unrolled.hidden, unrolled.prev, unrolled.depth)
     out = {}
-    for at, anchor in enumerate(unrolled.anchors[0].tolist()):
+    for at, anchor in enumerate(alignment.anchors[0].tolist()):
         for depth, row in enumerate(unrolled.index[0, at].tolist()):
             if row >= 0:
                 full = torch.full((made.target.vocab_size,), -torch.inf)

@@ -73,7 +73,7 @@ def fit(drafter: Drafter, steps: int = 40) -> None:
     weights = [w for w in drafter.parameters() if w.requires_grad]
     optimizer = torch.optim.Adam(weights, lr=1e-2)
     for _ in range(steps):
-        unroll = drafter.unroll(batch, 3)
+        unroll = drafter.unroll(batch, found)
         logits = drafter.logits(unroll.hidden, unroll.prev, unroll.depth)
         rows = unroll.index[unroll.index >= 0]
         loss = torch.nn.functional.kl_div(

@@ -320,7 +320,7 @@ def test_chunks_cover_every_cell_once(name: str, limit: int) -> None:
     T = batch.tokens.shape[1]
     tiny.target().read(batch, drafter(name).taps)
     alignment = align(batch, depths)
-    unroll = drafter(name).unroll(batch, depths)
+    unroll = drafter(name).unroll(batch, alignment)
     parts = list(chunks(batch, alignment, unroll, limit))
     assert all(part.exists.sum() <= max(limit, depths) for part in parts)
     wanted = cells(batch, depths)
@@ -352,7 +352,7 @@ def table(
     """A statistic over all cells in order, and the drafter's gradients of its sum."""
     model = drafter(name)
     model.zero_grad()
-    unroll = model.unroll(batch, 3)
+    unroll = model.unroll(batch, alignment)
     out = []
     for part in chunks(batch, alignment, unroll, limit):
         stats = chunk_stats(model, batch, unroll, unroll.hidden, part, ("kl",))

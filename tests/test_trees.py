@@ -19,6 +19,7 @@ import test_contract as contract
 import test_decoder as decoding
 import test_parity as parity
 import tiny
+from draftsmith.drafters import batch as batches
 from draftsmith.drafters.attention import tree_shape
 from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.errors import UserError
@@ -335,7 +336,7 @@ def check_tree(made: Drafter, policy: Policy) -> None:
     for tap, values in batch.features.items():
         batch.features[tap] = torch.where(later, 30 * torch.randn(values.shape), values)
     with torch.no_grad():
-        unroll = made.unroll(batch, policy.k, anchors)
+        unroll = made.unroll(batch, batches.align(batch, policy.k, anchors))
         logits = made.logits(unroll.hidden, unroll.prev, unroll.depth)
     deep = 0
     for index, (m, node, depth) in zip(unroll.index[:, 0], where, strict=True):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter, Policy, Proposal, Unroll, rows_of
-from draftsmith.drafters.batch import Batch, align
+from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.cache import Slab
 from draftsmith.drafters.grow import from_states, grow
 from draftsmith.drafters.layers import BlockConfig, RMSNorm, SelfAttention, init_weights
@@ -72,10 +72,9 @@ class ToyBlock(Drafter):
         bias = self.markov_out(torch.tanh(self.markov_in(self.target.embedding(prev))))
         return self.lm_head(self.norm(hidden)) + bias
 
-    def unroll(self, batch: Batch, depths: int, anchors: Tensor | None = None) -> Unroll:
+    def unroll(self, batch: Batch, alignment: Alignment) -> Unroll:
         """All blocks of a row side by side: each sees its own slots and the context up to a."""
-        alignment = align(batch, depths, anchors)
-        B, A = alignment.anchors.shape
+        B, A, depths = alignment.exists.shape
         N = depths + 1
         at = alignment.anchors.clamp(min=0)  # (B, A)
         root = batch.tokens.gather(1, (at + 1).clamp(max=batch.tokens.shape[1] - 1))

@@ -173,10 +173,10 @@ def backward(
     running: the run's measurements; None = those of a first step. noise: what an objective with
     feature_noise draws from.
     """
-    unroll = drafter.unroll(objective.noisy(batch, noise), depths)
+    alignment = align(batch, depths)
+    unroll = drafter.unroll(objective.noisy(batch, noise), alignment)
     if isinstance(unroll, Guesses):
         raise TypeError(f"a drafter of family {drafter.family} has nothing to train")
-    alignment = align(batch, depths)
     running = running or Running.start(depths)
     loss, mix = LOSSES[objective.loss], objective.mix(running).to(batch.device)
     weights = objective.cell_weights(batch, alignment)  # (B, A, K)

@@ -70,7 +70,12 @@ SEEDS = (0, 1)
 
 @cache
 def target() -> Target:
-    return Remembering.load("smollm2")
+    return Target.load("smollm2")
+
+
+@cache
+def states() -> Remembering:
+    return Remembering(target())
 
 
 def questions(split: str) -> list[Prompt]:
@@ -123,7 +128,8 @@ def run(family: str, name: str, seed: int, steps: int, samples: Path, runs: Path
     chosen = recipe.load(of, [f"{k}={'null' if v is None else v}" for k, v in keys.items()])
     with checkpoint.claimed(chosen):
         began = time.perf_counter()
-        trainer = Trainer(chosen, target(), Samples.open(samples, target(), audit=0), Accelerator())
+        texts = Samples.open(samples, target(), audit=0)
+        trainer = Trainer(chosen, target(), texts, Accelerator(), states())
         if code := trainer.run():  # told to stop: the same command goes on from the checkpoint
             sys.exit(code)
         seconds = time.perf_counter() - began

@@ -15,14 +15,15 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.causal_lm import Tap
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target import Target
 from draftsmith.eval.provenance import provenance
+from draftsmith.train.states import Computed
 
 HERE = Path(__file__).resolve().parent
 
@@ -54,18 +55,21 @@ def cell(path: Path, run: Callable[[], dict[str, Any]], seed: int | None = 0) ->
     return json.loads(text)
 
 
-class Remembering(Target):
-    """Reads each batch once, with every tap that a family here reads: runs that learn from the same
-    rows in the same order share the target's work."""
+class Remembering:
+    """States of each batch, computed once, with every tap that a family here reads: runs that learn
+    from the same rows in the same order share the target's work."""
 
-    def read(self, batch: Batch, taps: Sequence[Tap]) -> Batch:
-        L = self.num_layers
+    def __init__(self, target: Target) -> None:
+        L = target.num_layers
+        self.computed = Computed(target, [2, L // 2, L - 3, "normed"])
+        self.kept: dict[bytes, Batch] = {}
+
+    def fill(self, batch: Batch, rows: list[list[int]]) -> Batch:
         key = batch.tokens.numpy().tobytes() + batch.segment.numpy().tobytes()
-        kept: dict[bytes, Batch] = self.__dict__.setdefault("kept", {})
-        if key not in kept:
-            kept[key] = super().read(batch, [2, L // 2, L - 3, "normed"])
-        batch.features, batch.final = kept[key].features, kept[key].final
-        return batch
+        if key not in self.kept:
+            self.kept[key] = self.computed.fill(batch, rows)
+        known = self.kept[key]
+        return replace(batch.to(known.device), features=known.features, final=known.final)
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 from accelerate import Accelerator
 from common import HERE, Remembering
 
+from draftsmith.drafters.target import Target
 from draftsmith.recipes.compare import Settings, compare
 from draftsmith.recipes.compare_page import markdown
 from draftsmith.train import checkpoint, recipe
@@ -50,7 +51,8 @@ thousands of conversations, trees included in the figures.
 
 
 def trained(samples: Path, runs: Path, steps: int, only: list[str]) -> None:
-    target = Remembering.load("smollm2")
+    target = Target.load("smollm2")
+    states = Remembering(target)
     for name in only:
         of, changes = FAMILIES[name]
         keys = {
@@ -60,7 +62,7 @@ def trained(samples: Path, runs: Path, steps: int, only: list[str]) -> None:
         chosen = recipe.load(of, [f"{key}={json.dumps(value)}" for key, value in keys.items()])
         with checkpoint.claimed(chosen):
             of_target = Samples.open(samples, target, audit=0)
-            if code := Trainer(chosen, target, of_target, Accelerator()).run():
+            if code := Trainer(chosen, target, of_target, Accelerator(), states).run():
                 sys.exit(code)  # told to stop: the same command goes on from the checkpoint
 
 

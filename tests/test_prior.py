@@ -12,6 +12,7 @@ from draftsmith.drafters.target import Target
 from draftsmith.drafters.vocab import most_frequent
 from draftsmith.train import prior
 from draftsmith.train.samples import Samples
+from draftsmith.train.states import Computed
 from training import World
 
 
@@ -35,7 +36,7 @@ def known(world: World, samples: Samples, indices: list[int]) -> torch.Tensor:
 def check(world: World) -> None:
     target = Target.load(str(world.target))
     samples = Samples.open(world.samples, target)
-    found = prior.unigram(target, samples, [0, 3, 5])
+    found = prior.unigram(target, Computed(target), samples, [0, 3, 5])
     torch.testing.assert_close(
         found.double(), known(world, samples, [0, 3, 5]), atol=1e-5, rtol=1e-3
     )
@@ -66,7 +67,7 @@ def test_places_left_over_go_to_the_likeliest(world: World) -> None:
     hard = samples.token_counts(learn)
     seen = set(hard.nonzero().squeeze(1).tolist())
     size = len(seen) + 4
-    counts = prior.token_counts(target, samples, learn, size)
+    counts = prior.token_counts(target, Computed(target), samples, learn, size)
     assert torch.equal(counts.floor().long(), hard)
     vocab = most_frequent(counts, size)
     assert vocab.ids is not None
@@ -80,5 +81,5 @@ def test_enough_seen_reads_nothing(world: World, monkeypatch: pytest.MonkeyPatch
     samples = Samples.open(world.samples, target)
     monkeypatch.setattr(prior, "unigram", None)
     for wanted in (None, 2):
-        counts = prior.token_counts(target, samples, [0, 1, 2], wanted)
+        counts = prior.token_counts(target, Computed(target), samples, [0, 1, 2], wanted)
         assert counts.equal(samples.token_counts([0, 1, 2]))

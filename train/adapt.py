@@ -126,6 +126,7 @@ class Adaptation(Trainer):
         if self.step < self.first:
             return super()._micro(batch, rows, noise, total)
         recipe, target = self.recipe, self.target
+        batch = batch.to(target.device)
         with self.accelerator.autocast():
             with self.adapters.off():
                 old = target.read(batch, ()).final  # (B, T, H)

@@ -19,6 +19,7 @@ from draftsmith.drafters.batch import batch_of
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler, argmax
 from draftsmith.drafters.target import Target
+from draftsmith.train.states import States
 
 Z_LIMIT = 4.0
 NOT_ARGMAX = 1e-3  # share of tokens; one exception is always allowed
@@ -62,10 +63,11 @@ class Audit:
 def audit(
     target: Target,
     texts: Sequence[tuple[int, list[int], list[bool]]],
+    states: States,
     sampler: Sampler,
     tolerance: float,
 ) -> Audit:
-    """Reads texts (number, token ids, made flags) with the target, teacher-forced.
+    """Compares texts (number, token ids, made flags) with the target's states of them.
 
     tolerance: in nats, at the sampler's cuts (see TOLERANCE). Raises UserError for a token that
     is outside the target's vocabulary.
@@ -79,8 +81,8 @@ def audit(
                     f"sample {number}: token {max(ids)} is outside the vocabulary of "
                     f"{target.source.spec} ({target.vocab_size}); it is another tokenizer's"
                 )
-        batch = batch_of([(ids, made) for _, ids, made in group], sampler).to(target.device)
-        target.read(batch, ())
+        batch = batch_of([(ids, made) for _, ids, made in group], sampler)
+        batch = states.fill(batch, [[number] for number, _, _ in group])
         assert batch.final is not None
         made = batch.made.clone()
         made[:, 0] = False  # a text's first token has no law before it

@@ -40,6 +40,7 @@ from draftsmith.train.progress import CountLine
 from draftsmith.train.ranks import ALONE, Ranks
 from draftsmith.train.reader import Samples, dtype_name
 from draftsmith.train.recipe import Recipe
+from draftsmith.train.states import Computed
 
 FORMAT = 1
 FOLDER = "features"
@@ -80,6 +81,7 @@ class FeatureCache:
         self.recipe, self.target, self.samples = recipe, target, samples
         self.taps = list(taps)
         self.stored = stored_taps(taps, target.num_layers)
+        self.computed = Computed(target, self.stored)
         self.dtype = stored_dtype(recipe, target.dtype)
         stream = Stream(samples, teaching(samples, recipe.length), recipe.length, seed=0)
         rows, _ = stream.take(Cursor(), stream.rows_per_epoch(0))
@@ -189,7 +191,7 @@ class FeatureCache:
         parts, shard, count = [], self.shards[number], self.recipe.rows
         for rows in (shard[i : i + count] for i in range(0, len(shard), count)):
             batch = collate(self.samples, rows, self.recipe.length)
-            states = self._computed(batch)
+            states = self._states(batch, rows)
             parts += [s[b >= 0] for s, b in zip(states, batch.segment, strict=True)]
         path = self._path(number)
         scratch = path.with_suffix(".tmp")
@@ -198,9 +200,9 @@ class FeatureCache:
             os.fsync(stream.fileno())
         os.replace(scratch, path)
 
-    def _computed(self, batch: Batch) -> Tensor:
+    def _states(self, batch: Batch, rows: list[list[int]]) -> Tensor:
         """States (B, T, C, H) of a batch, on the CPU, as they are stored."""
-        read = self.target.read(batch.to(self.target.device), self.stored)
+        read = self.computed.fill(batch, rows)
         assert read.final is not None
         layers = [read.features[str(tap)] for tap in self.stored] + [read.final]
         return torch.stack([layer.to(self.dtype) for layer in layers], dim=2).cpu()
@@ -208,11 +210,9 @@ class FeatureCache:
     # ---------------------------------------------------------------- reading it
 
     def fill(self, batch: Batch, rows: list[list[int]]) -> Batch:
-        """Gives a collated batch of those rows the states that `Target.read` would give it.
-
-        They are 0 on padding. Rounding apart (other rows in the batch, the stored dtype), they are
-        the same.
-        """
+        """As `States.fill` says: what `Computed` gives, but for rounding (other rows in the batch,
+        the stored dtype), and 0 on padding."""
+        batch = batch.to(self.target.device)
         B, T = batch.tokens.shape
         C = len(self.stored) + 1
         states = torch.zeros(C, B, T, self.target.hidden_size, dtype=self.dtype)
@@ -268,7 +268,8 @@ class FeatureCache:
         allowed = max(TOLERANCE[n] for n in (dtype_name(self.target), self.about["stored"]))
         gaps = []
         for index in chosen:
-            anew = self._computed(collate(self.samples, [[index]], self.recipe.length))[0].float()
+            alone = collate(self.samples, [[index]], self.recipe.length)
+            anew = self._states(alone, [[index]])[0].float()
             gap = (self.text(index).float() - anew).norm(dim=2)  # (n, C)
             gaps.append((gap / anew.norm(dim=2).clamp(min=1e-20)).amax(1))
         apart = torch.cat(gaps)  # (tokens,)

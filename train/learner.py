@@ -25,7 +25,6 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Noise
 from draftsmith.drafters.target import Target
 from draftsmith.train import checkpoint, watch
-from draftsmith.train.features import FeatureCache
 from draftsmith.train.lora import Lora
 from draftsmith.train.objective import LOSSES, Objective, backward, denominator
 from draftsmith.train.packing import Cursor, Stream, collate
@@ -34,23 +33,31 @@ from draftsmith.train.ranks import summed
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples import Samples
 from draftsmith.train.start import fresh
+from draftsmith.train.states import Computed, States
 from draftsmith.train.weights import Running, Sums
 
 
 class Learner:
     """A drafter, its optimizer, and where it stands in the samples.
 
-    The target is frozen, and runs inside the step unless its states are cached (`features`).
+    The target is frozen. states: its own, with the drafter's taps; None = computed in this process.
     """
 
-    def __init__(self, recipe: Recipe, target: Target, samples: Samples, accelerator: Accelerator):
+    def __init__(
+        self,
+        recipe: Recipe,
+        target: Target,
+        samples: Samples,
+        accelerator: Accelerator,
+        states: States | None = None,
+    ) -> None:
         self.recipe, self.target, self.accelerator = recipe, target, accelerator
         self.samples = samples
         self.learn, self.heldout = samples.split(recipe.heldout, recipe.seed)
         self._check_heldout()
         set_seed(recipe.seed)  # every generator whose state a checkpoint holds
         wanted = getattr(recipe.drafter_config(), "draft_vocab", None)
-        counts = token_counts(target, samples, self.learn, wanted)
+        counts = token_counts(target, states or Computed(target), samples, self.learn, wanted)
         cls = family(recipe.drafter)
         self.drafter = fresh(recipe, target, counts)
         self.drafter.eval()  # a draft model's dropout would go by how the rows were cut
@@ -77,7 +84,8 @@ class Learner:
         self.stream = Stream(samples, self.learn, recipe.length, recipe.seed)
         self.batch = recipe.rows * recipe.accumulation * accelerator.num_processes  # rows a step
         self.cursor = Cursor()
-        self.features: FeatureCache | None = None  # None: the target runs in the step
+        self.exact: States = states or Computed(target, self.drafter.taps)  # what replay reads
+        self.states = self.exact  # what steps learn from: a cache rounds
         self.step = 0
         self.tokens = 0  # positions learned from so far
         self.running = Running.start(self.depths)  # what losses and the curriculum go by
@@ -111,8 +119,7 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         sums = Sums.zero(self.depths)
         for batch, part, cut in zip(batches, parts, cuts, strict=True):
-            here, noise = batch.to(accelerator.device), self._noise(cut)
-            sums.add(self._micro(here, part, noise, max(total, 1.0)))
+            sums.add(self._micro(batch, part, self._noise(cut), max(total, 1.0)))
         if accelerator.num_processes > 1:
             sums = sums.reduced(accelerator)
         for parameter in self.trained:
@@ -145,10 +152,7 @@ class Learner:
 
     def _micro(self, batch: Batch, rows: list[list[int]], noise: Noise, total: float) -> Sums:
         with self.accelerator.autocast():
-            if self.features:
-                self.features.fill(batch, rows)
-            else:
-                self.target.read(batch, self.drafter.taps)
+            batch = self.states.fill(batch, rows)
             sums = backward(
                 self.drafter,
                 batch,

@@ -33,6 +33,7 @@ from draftsmith.train.progress import ProgressLine
 from draftsmith.train.ranks import ALONE, Ranks
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples import Samples
+from draftsmith.train.states import States
 from draftsmith.train.weights import Sums
 
 STOPPED = 143  # 128 + SIGTERM
@@ -41,8 +42,15 @@ STOPPED = 143  # 128 + SIGTERM
 class Trainer(Learner):
     """One run of one recipe. `run()` returns the process's exit code."""
 
-    def __init__(self, recipe: Recipe, target: Target, samples: Samples, accelerator: Accelerator):
-        super().__init__(recipe, target, samples, accelerator)
+    def __init__(
+        self,
+        recipe: Recipe,
+        target: Target,
+        samples: Samples,
+        accelerator: Accelerator,
+        states: States | None = None,
+    ) -> None:
+        super().__init__(recipe, target, samples, accelerator, states)
         self.tau = float("nan")  # the last replay's
         self.began = time.perf_counter()
         self.metrics: Metrics | None = None  # both on the main process only
@@ -102,8 +110,9 @@ class Trainer(Learner):
     def _cache_features(self, ranks: Ranks) -> None:
         precision = self.accelerator.mixed_precision
         taps = self.drafter.taps
-        self.features = FeatureCache(self.recipe, self.target, self.samples, taps, precision)
-        self.features.prepare(self.accelerator, ranks)
+        cache = FeatureCache(self.recipe, self.target, self.samples, taps, precision)
+        cache.prepare(self.accelerator, ranks)
+        self.states = cache
 
     def _tell_of_switch(self) -> None:
         self._say(
@@ -191,11 +200,9 @@ class Trainer(Learner):
         self._mark_best()
 
     def _read_heldout(self) -> Iterator[Batch]:
-        """The held-out conversations, each batch read by the target when it is asked for: their
-        states are large."""
+        """The held-out conversations, each batch filled when it is asked for: states are large."""
         for rows in alone(self.samples, self.heldout, 4):
-            batch = collate(self.samples, rows, self.target.max_positions)
-            yield self.target.read(batch.to(self.accelerator.device), self.drafter.taps)
+            yield self.exact.fill(collate(self.samples, rows, self.target.max_positions), rows)
 
     def _log(self, norm: float, speed: float) -> None:
         window, self.window = self.window, Sums.zero(self.depths)

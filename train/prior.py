@@ -16,13 +16,14 @@ from torch import Tensor
 from draftsmith.drafters.target import Target
 from draftsmith.train.packing import collate
 from draftsmith.train.samples import Samples
+from draftsmith.train.states import States
 
 TEXTS = 64  # conversations that the law is averaged over
 _ROWS = 256  # positions whose logits are alive at a time
 
 
 def token_counts(
-    target: Target, samples: Samples, indices: Sequence[int], wanted: int | None
+    target: Target, states: States, samples: Samples, indices: Sequence[int], wanted: int | None
 ) -> Tensor:
     """(V,): how often each token stands in the answers; below 1, what the prior adds.
 
@@ -32,17 +33,16 @@ def token_counts(
     counts = samples.token_counts(indices)
     if wanted is None or int((counts > 0).sum()) >= wanted:
         return counts
-    return counts + unigram(target, samples, indices[:TEXTS]).to(counts.device)
+    return counts + unigram(target, states, samples, indices[:TEXTS]).to(counts.device)
 
 
 @torch.no_grad()
-def unigram(target: Target, samples: Samples, indices: Sequence[int]) -> Tensor:
+def unigram(target: Target, states: States, samples: Samples, indices: Sequence[int]) -> Tensor:
     """(V,): the target's law at temperature 1, averaged over the positions it made; sums to 1."""
     total = torch.zeros(target.vocab_size, device=target.device)
     count = 0
     for index in indices:
-        batch = collate(samples, [[index]], target.max_positions).to(target.device)
-        target.read(batch, ())
+        batch = states.fill(collate(samples, [[index]], target.max_positions), [[index]])
         assert batch.final is not None
         made = batch.made[0].clone()
         made[0] = False  # a text's first token has no law before it

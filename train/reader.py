@@ -19,6 +19,7 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.train import storage
 from draftsmith.train.audit import TOLERANCE, audit
+from draftsmith.train.states import Computed
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +157,7 @@ class Samples:
             for name in (self.manifest["dtype"], dtype_name(target))
         )
         try:
-            found = audit(target, texts, self.sampler, tolerance)
+            found = audit(target, texts, Computed(target), self.sampler, tolerance)
             fault = found.fault()
         except UserError as error:
             fault = str(error)

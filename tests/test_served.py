@@ -29,9 +29,9 @@ from draftsmith.drafters.target import Target
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.servers import tools
 from draftsmith.train import endpoint, served
-from draftsmith.train.answering import Answering
 from draftsmith.train.endpoint import Endpoint
 from draftsmith.train.parts import Parts
+from draftsmith.train.progress import Answering
 from draftsmith.train.prompts import Prompt, asked
 from draftsmith.train.samples import Samples, generate
 

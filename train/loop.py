@@ -29,7 +29,7 @@ from draftsmith.train.checkpoint import Metrics, read_metrics
 from draftsmith.train.features import FeatureCache
 from draftsmith.train.learner import Learner
 from draftsmith.train.packing import alone, collate
-from draftsmith.train.progress import ProgressLine
+from draftsmith.train.progress import CountLine
 from draftsmith.train.ranks import ALONE, Ranks
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples import Samples
@@ -54,7 +54,7 @@ class Trainer(Learner):
         self.tau = float("nan")  # the last replay's
         self.began = time.perf_counter()
         self.metrics: Metrics | None = None  # both on the main process only
-        self.line: ProgressLine | None = None
+        self.line: CountLine | None = None
         self.window = Sums.zero(self.depths)  # since the last line of the log
         self.stopping = False
 
@@ -219,7 +219,8 @@ class Trainer(Learner):
             tokens_per_s=speed,
         )
         if self.line:
-            self.line.show(self.step, loss, alpha[0], self.tau, speed)
+            figures = f"loss {loss:.4f}  alpha_0 {alpha[0]:.3f}  tau {self.tau:.3f}"
+            self.line.show(self.step, f"{figures}  {speed:,.0f} tokens/s")
 
     def _write(self, **values: Any) -> None:
         """One line of metrics.jsonl, and the same keys to the tracker."""
@@ -293,7 +294,7 @@ class Trainer(Learner):
                 f"{free / 2**20:.0f}; raise save_every or free some"
             )
         if self.accelerator.is_main_process:
-            self.line = ProgressLine(recipe.steps, self.step)
+            self.line = CountLine("step", recipe.steps, self.step, every=0)
             # Without a checkpoint nothing that was logged before still holds.
             self.metrics = Metrics(recipe.folder, self.step if resumed else -1)
             self.metrics.write(kind="start", step=self.step, seed=recipe.seed, **provenance())

@@ -19,12 +19,12 @@ from draftsmith.drafters.target import Target
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.text import Text
 from draftsmith.train import record, storage
-from draftsmith.train.answering import Answering
 from draftsmith.train.checks import check_request, check_sizes, differences
 from draftsmith.train.conversation import Conversation
 from draftsmith.train.endpoint import Endpoint
 from draftsmith.train.packing import buckets
 from draftsmith.train.parts import Parts
+from draftsmith.train.progress import Answering
 from draftsmith.train.prompts import Prompt, Unusable
 from draftsmith.train.ranks import ALONE, SEEN, Ranks
 from draftsmith.train.reader import Sample, Samples

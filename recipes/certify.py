@@ -5,46 +5,60 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Annotated
 
-import torch
+import typer
 
-from draftsmith.drafters import base
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.target import Target
-from draftsmith.eval.certify import certificate
-from draftsmith.eval.certify import certify as run
-from draftsmith.eval.provenance import provenance
-from draftsmith.eval.subject import Subject, untouched, untrained
-from draftsmith.recipes.subjects import check_file
-from draftsmith.train import checkpoint as checkpoints
-from draftsmith.train.prompts import product_prompts
-from draftsmith.train.template import encode
+
+commands = typer.Typer()
 
 PROMPTS = 5
 
 
-def certify(spec: str, checkpoint: Path | None, max_new_tokens: int, output: Path | None) -> bool:
-    """Runs every check, a line each, and writes the certificate; whether all of them passed.
+@commands.command(
+    epilog="Example: draftsmith certify smollm2 runs/smol-eagle3/best --output cert.json"
+)
+def certify(
+    target: Annotated[
+        str, typer.Argument(help="Hub id, folder, GGUF file or smollm2.")
+    ] = "smollm2",
+    checkpoint: Annotated[
+        Path | None, typer.Argument(help="A checkpoint folder; default: untrained drafters.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=8)] = 20,
+    output: Annotated[Path | None, typer.Option(help="File for the certificate (JSON).")] = None,
+) -> None:
+    """Checks that decoding with a drafter writes what the target alone would write."""
+    import torch
 
-    checkpoint None: untrained drafters. Raises UserError before the target is loaded where that
-    can be told.
-    """
+    from draftsmith.drafters import base
+    from draftsmith.drafters.target import Target
+    from draftsmith.eval.certify import certificate
+    from draftsmith.eval.certify import certify as run
+    from draftsmith.eval.provenance import provenance
+    from draftsmith.eval.subject import Subject, untouched, untrained
+    from draftsmith.recipes.subjects import check_file
+    from draftsmith.train import checkpoint as checkpoints
+    from draftsmith.train.prompts import product_prompts
+    from draftsmith.train.template import encode
+
     if checkpoint is not None:
         base.read_config(checkpoint)
     check_file(output)
-    target = Target.load(spec, dtype=torch.float32)  # identity is defined in fp32
-    drafters = untrained(target)
+    loaded = Target.load(target, dtype=torch.float32)  # identity is defined in fp32
+    drafters = untrained(loaded)
     if checkpoint is not None:
-        drafters = {str(checkpoint): base.load(checkpoint, target)}
-    room = target.max_positions - max_new_tokens
-    by_length = {len(ids): ids for ids in encode(product_prompts("heldout"), target)}
+        drafters = {str(checkpoint): base.load(checkpoint, loaded)}
+    room = loaded.max_positions - max_new_tokens
+    by_length = {len(ids): ids for ids in encode(product_prompts("heldout"), loaded)}
     prompts = [by_length[n] for n in sorted(by_length) if n <= room][:PROMPTS]
     if len(prompts) < PROMPTS:
         raise UserError(
-            f"target {spec}: no five prompts fit its {target.max_positions} positions; lower "
+            f"target {target}: no five prompts fit its {loaded.max_positions} positions; lower "
             "--max-new-tokens"
         )
-    subject = Subject(target, untouched(target), drafters, prompts, max_new_tokens)
+    subject = Subject(loaded, untouched(loaded), drafters, prompts, max_new_tokens)
     checks = []
 
     def begin(name: str) -> None:
@@ -58,7 +72,8 @@ def certify(spec: str, checkpoint: Path | None, max_new_tokens: int, output: Pat
     failed = sum(not check.passed for check in checks)
     print(f"{len(checks) - failed} of {len(checks)} checks passed")
     if output is not None:
-        about = {"target": target.identity(), "drafters": list(drafters), **provenance()}
+        about = {"target": loaded.identity(), "drafters": list(drafters), **provenance()}
         checkpoints.write(output, json.dumps(certificate(checks) | about, indent=1) + "\n")
         print(f"written: {output}")
-    return not failed
+    if failed:
+        raise typer.Exit(1)

@@ -10,7 +10,17 @@ import sys
 import typer
 
 from draftsmith.drafters.errors import UserError
-from draftsmith.recipes import cli_evaluation, cli_serving, cli_training, keys
+from draftsmith.recipes import (
+    certify,
+    cli_evaluation,
+    cli_serving,
+    cli_training,
+    keys,
+    plan,
+    sample,
+    self_prompt,
+    train,
+)
 
 app = typer.Typer(
     add_completion=False,
@@ -19,7 +29,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Trains drafters for speculative decoding on a target's own answers.",
 )
-for part in (cli_training, keys, cli_evaluation, cli_serving):
+for part in (
+    *(cli_training, sample, self_prompt, plan, train, keys),
+    *(cli_evaluation, certify, cli_serving),
+):
     app.add_typer(part.commands)  # at the top level: it has no name
 
 

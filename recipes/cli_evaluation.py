@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from draftsmith.recipes.options import OwnTarget, Prompts, Seed, Temperature, TopK, TopP, numbers
+from draftsmith.recipes.options import (
+    OwnTarget,
+    Prompts,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    judge,
+    numbers,
+)
 
 commands = typer.Typer()
-
-
-def _judge(parity: bool) -> None:
-    """Ends a command with code 1 where parity is broken."""
-    if not parity:
-        print("error: decoder and replay disagree; this is a bug in draftsmith", file=sys.stderr)
-        raise typer.Exit(1)
 
 
 @commands.command(
@@ -62,7 +63,7 @@ def evaluate(
         checkpoint, target, prompts, limit, sampler, drafting, max_new_tokens, stop or [], seed,
         static,
     )  # fmt: skip
-    _judge(run(settings, output))
+    judge(run(settings, output))
 
 
 @commands.command(
@@ -86,7 +87,7 @@ def report(
     for name, speed in found["speed"].items():
         print(f"{name}: {speed['verdict']}")
     print(f"written: {run / 'report'}/report.html, report.md, report.json")
-    _judge(all(decoded["parity"]["holds"] for decoded in found["decode"].values()))
+    judge(all(decoded["parity"]["holds"] for decoded in found["decode"].values()))
 
 
 @commands.command(epilog="Example: draftsmith compare runs/smol-eagle3 runs/smol-small ngram")
@@ -112,27 +113,7 @@ def compare(
         Console().print(table)
     print(f"written: {output}/compare.html, compare.md, compare.json")
     at = [here for drafter in found["drafters"].values() for here in drafter["at"].values()]
-    _judge(all(here["parity"]["holds"] for here in at))
-
-
-@commands.command(
-    epilog="Example: draftsmith certify smollm2 runs/smol-eagle3/best --output cert.json"
-)
-def certify(
-    target: Annotated[
-        str, typer.Argument(help="Hub id, folder, GGUF file or smollm2.")
-    ] = "smollm2",
-    checkpoint: Annotated[
-        Path | None, typer.Argument(help="A checkpoint folder; default: untrained drafters.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=8)] = 20,
-    output: Annotated[Path | None, typer.Option(help="File for the certificate (JSON).")] = None,
-) -> None:
-    """Checks that decoding with a drafter writes what the target alone would write."""
-    from draftsmith.recipes.certify import certify as run
-
-    if not run(target, checkpoint, max_new_tokens, output):
-        raise typer.Exit(1)
+    judge(all(here["parity"]["holds"] for here in at))
 
 
 @commands.command(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Any
 
 import typer
+import yaml
 
 from draftsmith.drafters.errors import UserError
 
@@ -18,6 +20,12 @@ SUITE = (
 Prompts = Annotated[str | None, typer.Option(help=SUITE)]
 AnyTarget = Annotated[str, typer.Option(help="Hub id, folder, GGUF file or smollm2.")]
 OwnTarget = Annotated[str | None, typer.Option(help="Default: the one the drafter was made for.")]
+Template = Annotated[
+    list[str] | None,
+    typer.Option(help="KEY=VALUE for the chat template, e.g. enable_thinking=false."),
+]
+RecipeName = Annotated[str, typer.Argument(help="A recipe file, or a shipped recipe's name.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value ..")]
 Seed = Annotated[int, typer.Option(help="Keys every draw.")]
 
 
@@ -27,3 +35,24 @@ def numbers(option: str, text: str, kind: type) -> list[Any]:
         return list(dict.fromkeys(kind(part) for part in text.split(",") if part.strip()))
     except ValueError:
         raise UserError(f"{option}: {text!r} is no list of numbers; write e.g. 1,4") from None
+
+
+def key_values(pairs: list[str]) -> dict[str, Any]:
+    """KEY=VALUE pairs for the chat template, values as YAML. Raises UserError."""
+    out = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        try:
+            out[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            equals = ""
+        if not equals or not key.isidentifier():
+            raise UserError(f"--template: {pair} is not KEY=VALUE, e.g. enable_thinking=false")
+    return out
+
+
+def judge(parity: bool) -> None:
+    """Ends a command with code 1 where parity is broken."""
+    if not parity:
+        print("error: decoder and replay disagree; this is a bug in draftsmith", file=sys.stderr)
+        raise typer.Exit(1)

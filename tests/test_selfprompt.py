@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ import pytest
 import tiny
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.train import language, selfprompt
+from draftsmith.drafters.target import Target
+from draftsmith.recipes.self_prompt import self_prompt
+from draftsmith.train import selfprompt
 from draftsmith.train.reader import Samples
 from draftsmith.train.selfprompt import chosen, diversity, fault, user_turn, write_prompts
 from draftsmith.train.sources import read_prompts
@@ -96,14 +99,14 @@ def test_languages(languages: tuple[str, ...]) -> None:
 
 def test_languages_planted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: whatever is likeliest is taken for told, and code is lost."""
-    monkeypatch.setattr(language, "SURE", 0.0)
-    language._identifier.cache_clear()
+    monkeypatch.setattr(selfprompt, "SURE", 0.0)
+    selfprompt._identifier.cache_clear()
     try:
         with pytest.raises(AssertionError):
             test_languages(("en",))
     finally:
         monkeypatch.undo()
-        language._identifier.cache_clear()
+        selfprompt._identifier.cache_clear()
 
 
 @pytest.mark.parametrize("code", ["english", "EN", "xx", "zxx"])
@@ -145,3 +148,17 @@ def test_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str)
         assert not fault(text, "stop", MARK)
     with pytest.raises(UserError, match="exists already"):
         write_prompts(file, of, 24, Sampler())
+
+
+@pytest.mark.parametrize("missing", ["datasketch", "py3langid"])
+def test_without_the_data_extra(
+    missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Blocked as where it is not installed; told before a target is loaded."""
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.delitem(sys.modules, "py3langid.langid", raising=False)
+    monkeypatch.setattr(Target, "load", lambda *_: pytest.fail("a target is loaded"))
+    selfprompt._identifier.cache_clear()
+    with pytest.raises(UserError) as error:
+        self_prompt(tmp_path / "p", languages="en")
+    assert str(error.value) == f"self-prompt: {missing} is missing; pip install draftsmith[data]"

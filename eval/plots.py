@@ -1,4 +1,4 @@
-"""The report's six charts, each drawn from report.json alone; two serve the quickstart too."""
+"""The report's six charts, each drawn from report.json alone; one serves compare too."""
 
 from __future__ import annotations
 

@@ -99,9 +99,8 @@ def _by_k(found: Report, costs: Costs) -> Report:
 
 
 def _speed(costs: Costs, found: Report, about: Report, learned: int) -> Report:
-    tau = {int(k): value for k, value in found["tau_by_k"].items()}
-    interval = {int(k): (low, high) for k, (low, high) in found["tau_ci_by_k"].items()}
-    drafting = Drafting(tau, interval, found["alpha"][0], about["drafter"]["parameters"], learned)
+    drafting = drafting_of(found, about["drafter"]["parameters"], learned)
+    tau = drafting.tau_by_k
     best = speed.best_k(costs, tau)
     return {
         "costs_ms": costs.milliseconds(),
@@ -110,6 +109,13 @@ def _speed(costs: Costs, found: Report, about: Report, learned: int) -> Report:
         "break_even_tau": speed.break_even(costs, best),
         "verdict": f"{speed.verdict(costs, drafting)} {about['timed_in']}",
     }
+
+
+def drafting_of(found: Report, parameters: int, learned: int | None) -> Drafting:
+    """What is known of a drafter by one replay (`replay.reported`)."""
+    tau = {int(k): value for k, value in found["tau_by_k"].items()}
+    interval = {int(k): (low, high) for k, (low, high) in found["tau_ci_by_k"].items()}
+    return Drafting(tau, interval, found["alpha"][0] or 0.0, parameters, learned)
 
 
 def histogram(passes: list[int]) -> Report:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from draftsmith.recipes.options import (
     OwnTarget,
@@ -105,15 +104,13 @@ def compare(
     """Drafters of one target side by side: acceptance, cost, speed, and what each one lacks."""
     from draftsmith.recipes.compare import Settings
     from draftsmith.recipes.compare import compare as run
-    from draftsmith.recipes.compare_page import tables
+    from draftsmith.recipes.compare_page import broken, show
 
     settings = Settings(target, prompts, limit, decode_limit, max_new_tokens, k, seed)
     found = run(drafters, settings, output)
-    for table in tables(found):
-        Console().print(table)
+    show(found)
     print(f"written: {output}/compare.html, compare.md, compare.json")
-    at = [here for drafter in found["drafters"].values() for here in drafter["at"].values()]
-    judge(all(here["parity"]["holds"] for here in at))
+    judge(not broken(found))
 
 
 @commands.command(

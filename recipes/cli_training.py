@@ -18,7 +18,7 @@ def quickstart(
         "runs/quickstart"
     ),
 ) -> None:
-    """The whole job small: samples, two drafters, decoding, one page; 15 minutes on 2 cores."""
+    """The whole job small: samples, two drafters, a comparison; 15 minutes on 2 cores."""
     from draftsmith.recipes.quickstart import quickstart as run
 
     raise typer.Exit(run(folder))

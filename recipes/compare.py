@@ -29,7 +29,7 @@ from draftsmith.eval.candidates import diagnose
 from draftsmith.eval.evaluate import count_parameters, evaluate, read_texts
 from draftsmith.eval.provenance import provenance
 from draftsmith.eval.replay import replay, reported
-from draftsmith.eval.report import label
+from draftsmith.eval.report import drafting_of, label
 from draftsmith.recipes import compare_page
 from draftsmith.recipes.once import digest, once
 from draftsmith.recipes.report import read_run
@@ -52,6 +52,11 @@ class Settings:
     max_new_tokens: int = 96
     k: int = 4
     seed: int = 0
+    temperature: float | None = None  # None: 0 and 1
+
+    @property
+    def samplers(self) -> tuple[Sampler, ...]:
+        return SAMPLERS if self.temperature is None else (Sampler(self.temperature),)
 
 
 @dataclass(frozen=True)
@@ -63,9 +68,16 @@ class Entry:
     run: Path | None
 
 
-def compare(drafters: Sequence[str], settings: Settings, output: Path) -> dict[str, Any]:
+def compare(
+    drafters: Sequence[str],
+    settings: Settings,
+    output: Path,
+    target: Target | None = None,
+    notes: Sequence[str] = (),
+) -> dict[str, Any]:
     """Writes OUTPUT and returns compare.json's content.
 
+    target: the settings' own where the caller has it loaded; notes: what the page says first.
     Raises UserError before anything is loaded: no drafter there, one made for another target.
     """
     entries = [_entry(text) for text in drafters]
@@ -77,7 +89,7 @@ def compare(drafters: Sequence[str], settings: Settings, output: Path) -> dict[s
     spec = settings.target or next((a["target"]["spec"] for a in about.values()), "smollm2")
     prompts = asked(settings.prompts, settings.limit)
     make_folder(output)
-    target = Target.load(spec, dtype=torch.float32)  # parity is defined in fp32
+    target = target or Target.load(spec, dtype=torch.float32)  # parity is defined in fp32
     for entry in entries:
         if entry.place:
             base.check_target(entry.place, about[entry.name]["target"], target)
@@ -85,7 +97,7 @@ def compare(drafters: Sequence[str], settings: Settings, output: Path) -> dict[s
         label(sampler): answered(
             output / "heldout", target, prompts, sampler, settings.max_new_tokens, settings.seed
         )
-        for sampler in SAMPLERS
+        for sampler in settings.samplers
     }
     line = CountLine("compare", len(entries))
     found = {}
@@ -104,6 +116,7 @@ def compare(drafters: Sequence[str], settings: Settings, output: Path) -> dict[s
         )
         line.count(made)
     out = {
+        "notes": list(notes),
         "target": target.identity(),
         "k": settings.k,
         "prompts": len(prompts),
@@ -138,22 +151,34 @@ def _measured(
 ) -> dict[str, Any]:
     drafter = base.load(entry.place, target) if entry.place else ngram(target)
     k = min(settings.k, drafter.longest or settings.k)
+    learned = _learned(entry)
+    at = {}
+    for name, held in sets.items():
+        line = CountLine(
+            f"{entry.name} at {name}: prompts decoded",
+            2 * min(settings.decode_limit, len(held.texts)),
+        )
+        at[name] = _at(drafter, target, held, k, settings, learned, line)
     return {
         "family": drafter.family,
         "parameters": count_parameters(drafter),
-        "tokens_learned": _learned(entry),
+        "tokens_learned": learned,
         "k": k,
         "curve": _curve(entry),
-        "at": {
-            name: _at(drafter, target, held, k, settings) for name, held in sets.items()
-        },
-    }  # fmt: skip
+        "at": at,
+    }
 
 
 def _at(
-    drafter: Drafter, target: Target, held: HeldOut, k: int, settings: Settings
+    drafter: Drafter,
+    target: Target,
+    held: HeldOut,
+    k: int,
+    settings: Settings,
+    learned: int | None,
+    line: CountLine,
 ) -> dict[str, Any]:
-    """Acceptance, diagnosis and speed at one sampler."""
+    """Acceptance, diagnosis and speed at one sampler; line counts prompts decoded."""
     read: list[Batch] = read_texts(target, drafter, held.texts, held.sampler)
     answers = [text.tokens for text in held.texts]
     by_k = replay(drafter, read, k, settings.seed)
@@ -161,12 +186,13 @@ def _at(
     prompts = [text.prompt for text in held.texts[: settings.decode_limit]]
     middle = sorted(prompts, key=len)[len(prompts) // 2]
     costs = speed.measure(target, drafter, range(1, k + 1), middle, held.sampler)
-    best = speed.best_k(costs, {int(n): tau for n, tau in accepted["tau_by_k"].items()})
+    drafting = drafting_of(accepted, count_parameters(drafter), learned)
+    best = speed.best_k(costs, drafting.tau_by_k)
     # Few texts may lie far from the mean of all: a prediction is held against its own.
     tau = expected_tau([part for part in by_k[best].parts if part.prompt < len(prompts)])
     decoded = evaluate(
         target, drafter, prompts, held.sampler, Policy(best), settings.max_new_tokens,
-        seed=settings.seed,
+        seed=settings.seed, progress=line.after_prompt,
     )  # fmt: skip
     return {
         "replay": accepted,
@@ -174,6 +200,7 @@ def _at(
         "best_k": best,
         "predicted_speedup": None if tau is None else speed.speedup(costs, tau, best),
         "break_even_tau": speed.break_even(costs, best),
+        "verdict": speed.verdict(costs, drafting),
         "costs_ms": costs.milliseconds(),
         "draft_share": costs.draft[best] / costs.round(best),
         "decode": {

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 from draftsmith.eval import plots
@@ -19,8 +20,8 @@ from draftsmith.train import checkpoint
 Report = dict[str, Any]
 
 COLUMNS = ("parameters", "tokens learned", "tau", "95% CI", "alpha per depth", "best k", "draft ms",
-           "predicted", "measured", "parity")  # fmt: skip
-NARROW = (0, 1, 2, 5, 6, 7, 8, 9)  # what fits a terminal
+           "break-even", "predicted", "measured", "parity")  # fmt: skip
+NARROW = (0, 1, 2, 5, 7, 8, 9, 10)  # what fits a terminal
 DIAGNOSIS = ("recall@1", "@4", "@16", "oracle tau@1", "@4", "@16", "draft share",
              "per doubling", "for +10%")  # fmt: skip
 COLOURS = 8  # series that the page can tell apart
@@ -50,6 +51,7 @@ def figures(found: Report, at: str) -> list[str]:
         " ".join(fixed(a, 2) for a in replay["alpha"]),
         str(k),
         fixed(here["costs_ms"]["draft"][str(k)], 1),
+        fixed(here["break_even_tau"], 2),
         fixed(here["predicted_speedup"], 2) + "x",
         fixed(here["decode"]["speedup"], 2) + "x",
         "holds" if here["parity"]["holds"] else "BROKEN",
@@ -67,6 +69,24 @@ def diagnosis(found: Report, at: str) -> list[str]:
         f"{100 * here['draft_share']:.0f}%",
         f"{curve['per_doubling']:+.3f}" if curve else "-",
         f"{wanted:,}" if wanted else "-",
+    ]
+
+
+def show(report: Report) -> None:
+    """Tables and verdicts on the terminal."""
+    for table in tables(report):
+        Console().print(table)
+    for at in samplers(report):
+        for name, found in ordered(report, at):
+            print(f"{name} at {at}: {found['at'][at]['verdict']}")
+
+
+def broken(report: Report) -> list[str]:
+    """Drafters whose parity is broken at some sampler."""
+    return [
+        name
+        for name, found in report["drafters"].items()
+        if not all(here["parity"]["holds"] for here in found["at"].values())
     ]
 
 
@@ -102,7 +122,9 @@ def write(report: Report, folder: Path) -> None:
 
 
 def markdown(report: Report) -> str:
-    lines = [f"# Drafters for {report['target']['spec']}", "", about(report), ""]
+    lines = [f"# Drafters for {report['target']['spec']}", ""]
+    for note in (*report["notes"], about(report)):
+        lines += [note, ""]
     if said := pages.adapted(report["target"]):
         lines += [said, ""]
     for at in samplers(report):
@@ -113,6 +135,8 @@ def markdown(report: Report) -> str:
             for name, found in ordered(report, at):
                 lines.append("| " + " | ".join([name, *row(found, at)]) + " |")
             lines.append("")
+        lines += [f"- {name}: {found['at'][at]['verdict']}" for name, found in ordered(report, at)]
+        lines.append("")
     return "\n".join(lines)
 
 
@@ -142,7 +166,10 @@ def page(report: Report) -> str:
     charts |= {f"round {at}": rounds(report, at) for at in rows}
     shown = report | {
         "rows": {
-            at: [(name, figures(found, at), diagnosis(found, at)) for name, found in items]
+            at: [
+                (name, figures(found, at), diagnosis(found, at), found["at"][at]["verdict"])
+                for name, found in items
+            ]
             for at, items in rows.items()
         },
         "columns": COLUMNS,

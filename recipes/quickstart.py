@@ -1,58 +1,63 @@
-"""draftsmith quickstart: the whole job in one process, small enough for 2 CPU cores in 15 minutes.
+"""draftsmith quickstart: sample, train, compare; small enough for 2 CPU cores in 15 minutes.
 
     FOLDER/samples/          about 20,000 tokens of the target's answers
     FOLDER/small/, eagle/    runs of recipes smol-small and smol-eagle3, shortened
-    FOLDER/decoded/          while it decodes: what is measured already, one file a drafter
-    FOLDER/report.{json,md,html}
+    FOLDER/heldout/          the target's answers to prompts held out
+    FOLDER/NAME.json         while drafters are compared: what is measured already
+    FOLDER/compare.{json,md,html}
 
 Every stage leaves nothing half made behind. Interrupted, it goes on where it was; run again, it
-keeps samples and drafters and decodes again.
+keeps samples, drafters and held-out answers, and decodes again.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from rich.console import Console
 
-from draftsmith.drafters import base
-from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
-from draftsmith.eval.evaluate import evaluate
-from draftsmith.recipes import quickstart_report as pages
-from draftsmith.recipes.quickstart_report import NAMES
-from draftsmith.recipes.subjects import ngram
-from draftsmith.train import checkpoint, recipe
+from draftsmith.recipes import compare_page
+from draftsmith.recipes.compare import Settings, compare
+from draftsmith.train import recipe
 from draftsmith.train.__main__ import train
-from draftsmith.train.progress import CountLine, clock
+from draftsmith.train.progress import clock
 from draftsmith.train.prompts import product_prompts
 from draftsmith.train.samples import generate
 from draftsmith.train.suites import spread
-from draftsmith.train.template import encode
 
 STAGES = (
     "the target answers prompts",
     "training a small drafter",
     "training an EAGLE-3 head",
-    "decoding with each drafter, replay and parity",
-    "report",
+    "comparing them, and n-gram: replay, decoding, parity",
+)
+RECIPES = {"small": "smol-small", "eagle": "smol-eagle3"}
+REAL_RUN = (
+    "Published EAGLE-3 heads read some 500,000 of their target's answers two or three times "
+    "(vllm-project/speculators, Qwen3-8B: tau 2.8 to 3.0), a thousand times and more of what is "
+    "seen here."
+)
+NEXT = (
+    "A real run, on your target's answers to your prompts: draftsmith train smol-eagle3 name=mine "
+    "target=TARGET prompts=PROMPTS.jsonl steps=20000 (draftsmith plan with the same words says "
+    "beforehand what it takes)",
+    "Its best checkpoint, acceptance, parity and speed: draftsmith eval runs/mine/best",
+    "A page of all its checkpoints, learning curve, draft lengths, domains: draftsmith report "
+    "runs/mine",
 )
 
 
 @dataclass(frozen=True)
 class Demo:
-    """Sizes. small, eagle: changes to the shipped recipes; decoding takes prompts held out."""
+    """Sizes. small, eagle: changes to the shipped recipes; comparing takes prompts held out, and
+    decodes fewer of them than it replays."""
 
     target: str = "smollm2"
     prompts: int = 196
@@ -62,12 +67,13 @@ class Demo:
     k: int = 2  # drafters as weak as these waste longer drafts
     small: tuple[str, ...] = ("steps=46", "save_every=23", "heldout=8")
     eagle: tuple[str, ...] = ("steps=100", "save_every=50", "heldout=8")
-    decode_prompts: int = 8
+    heldout_prompts: int = 12
+    decode_prompts: int = 6
     decode_tokens: int = 40
 
 
 def quickstart(folder: Path, demo: Demo | None = None) -> int:
-    """Runs what is not made yet of the demo, decodes, prints the table; the process's exit code.
+    """Runs what is not made yet of the demo, decodes, prints the tables; the process's exit code.
 
     1: a drafter broke parity; that of `train` when training was told to stop. Raises UserError.
     """
@@ -85,39 +91,38 @@ def quickstart(folder: Path, demo: Demo | None = None) -> int:
         )
         tokens = int(samples.token_counts().sum())
         _say(f"{len(samples)} answers, {tokens:,} tokens")
-    learned = {}
-    for number, name in enumerate(("small", "eagle"), start=2):
+    for number, name in enumerate(RECIPES, start=2):
         with _stage(number):
             if code := train(_recipe(folder, name, demo), target):
                 return code
-        learned[name] = _learned(folder / name)
     with _stage(4):
-        decoded = {name: _decoded(folder, name, target, demo) for name in NAMES}
-    with _stage(5):
-        about = {
-            "target": demo.target,
-            "temperature": demo.temperature,
-            "k": demo.k,
-            "samples": {"answers": len(samples), "tokens": tokens},
-            "positions_learned": learned,
-        }
-        report = pages.assemble(about, decoded)
-        pages.write(folder, report)
-        shutil.rmtree(folder / "decoded")  # it counts as said from now on
-    Console().print(pages.table(report))
-    print(report["about"])
-    print(f"written: {folder / 'report.html'}, report.md, report.json")
-    broken = [name for name, found in decoded.items() if not found["parity"]["holds"]]
+        about = (
+            f"This is a demo: {len(samples)} answers, {tokens:,} tokens at temperature "
+            f"{demo.temperature:g}. {REAL_RUN}"
+        )
+        settings = Settings(
+            target=demo.target,
+            limit=demo.heldout_prompts,
+            decode_limit=demo.decode_prompts,
+            max_new_tokens=demo.decode_tokens,
+            k=demo.k,
+            temperature=demo.temperature,
+        )
+        runs = [*(str(folder / name) for name in RECIPES), "ngram"]
+        found = compare(runs, settings, folder, target, (about, *NEXT))
+        for name in found["drafters"]:  # they count as said from now on
+            (folder / f"{name}.json").unlink(missing_ok=True)
+    compare_page.show(found)
+    print(about)
+    print(f"written: {folder / 'compare.html'}, compare.md, compare.json")
+    broken = compare_page.broken(found)
     for name in broken:
         _say(f"error: {name}: decoder and replay disagree; this is a bug in draftsmith")
     return 1 if broken else 0
 
 
 def _recipe(folder: Path, name: str, demo: Demo) -> recipe.Recipe:
-    shipped, changes = {
-        "small": ("smol-small", demo.small),
-        "eagle": ("smol-eagle3", demo.eagle),
-    }[name]
+    changes = {"small": demo.small, "eagle": demo.eagle}[name]
     here = (
         f"name={name}",
         f"runs={folder}",
@@ -127,40 +132,7 @@ def _recipe(folder: Path, name: str, demo: Demo) -> recipe.Recipe:
         f"max_new_tokens={demo.max_new_tokens}",
         f"k={demo.k}",
     )
-    return recipe.load(shipped, (*here, *changes))
-
-
-def _learned(run: Path) -> int:
-    """The positions that a run's best checkpoint had learned from, repeats counted."""
-    best = int((run / "best").readlink().name.removeprefix("checkpoint-"))
-    lines = checkpoint.read_metrics(run)
-    return next(m["tokens"] for m in lines if m["kind"] == "replay" and m["step"] == best)
-
-
-def _decoded(folder: Path, name: str, target: Target, demo: Demo) -> dict[str, Any]:
-    """evaluate's report of one drafter, kept in FOLDER/decoded until all are there."""
-    path = folder / "decoded" / f"{name}.json"
-    if path.is_file():
-        return json.loads(path.read_text())
-    prompts = encode(spread(product_prompts("heldout"), demo.decode_prompts), target)
-    line = CountLine(f"{NAMES[name]}: prompts decoded, with the drafter and without",
-                     2 * len(prompts))  # fmt: skip
-
-    def progress(what: str, done: int, new: int) -> None:
-        if not new:  # a prompt is done
-            line.count()
-
-    found = evaluate(
-        target, _drafter(folder, name, target), prompts, Sampler(demo.temperature),
-        Policy(demo.k), demo.decode_tokens, progress=progress,
-    ).report()  # fmt: skip
-    path.parent.mkdir(exist_ok=True)
-    checkpoint.write(path, json.dumps(found, indent=1) + "\n")
-    return found
-
-
-def _drafter(folder: Path, name: str, target: Target) -> Drafter:
-    return ngram(target) if name == "ngram" else base.load(folder / name / "best", target)
+    return recipe.load(RECIPES[name], (*here, *changes))
 
 
 @contextmanager

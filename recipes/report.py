@@ -235,14 +235,9 @@ def _decoded(
 
     def make() -> dict[str, Any]:
         line = CountLine(f"decode {name}", 2 * len(prompts))
-
-        def progress(what: str, done: int, new: int) -> None:
-            if not new:  # a prompt is done
-                line.count()
-
         found = evaluate(
             target, drafter, prompts, held.sampler, Policy(k), settings.max_new_tokens,
-            seed=settings.seed, progress=progress,
+            seed=settings.seed, progress=line.after_prompt,
         )  # fmt: skip
         middle = sorted(prompts, key=len)[len(prompts) // 2]
         costs = speed.measure(target, drafter, range(1, k + 1), middle, held.sampler)

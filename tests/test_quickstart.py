@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,22 @@ import quick
 import training
 from draftsmith.eval import report as eval_report
 from draftsmith.eval.decoder.loop import Decoder
-from draftsmith.recipes import quickstart as house
-from draftsmith.recipes import quickstart_report as pages
-from draftsmith.recipes.quickstart import STAGES, quickstart
-from draftsmith.recipes.quickstart_report import COLUMNS, NAMES
+from draftsmith.recipes import compare as house
+from draftsmith.recipes import compare_page as pages
+from draftsmith.recipes.quickstart import NEXT, RECIPES, STAGES, quickstart
 from draftsmith.train import checkpoint
 from draftsmith.train.loop import Trainer
 from walker import NUMBER, Visible, strangers
 
-ABOUT = ("target", "temperature", "k", "samples", "positions_learned")
+NAMES = [*RECIPES, "ngram"]
+AT = "T=1"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _same_length() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        quick.decode_longest(patch)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -44,45 +52,46 @@ def whole(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def report(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "report.json").read_text())
+    return json.loads((folder / "compare.json").read_text())
 
 
 def test_report(whole: Path) -> None:
-    """One table of all drafters, whose figures stand in the evaluations beside it."""
+    """One table of all drafters, and what the demo is."""
     found = report(whole)
-    assert list(found["table"]) == list(found["decoded"]) == list(NAMES)
-    for name, row in found["table"].items():
-        decode = found["decoded"][name]["decode"]
-        assert row.keys() == COLUMNS.keys()
-        assert row["tau_decode"] == decode["tokens"] / decode["passes"]
-        # tau over the tau that breaks even is what the prediction promises
-        predicted = row["tau_replay"] / row["break_even_tau"]
-        assert row["predicted_speedup"] == pytest.approx(predicted)
-        assert found["decoded"][name]["parity"]["holds"]
-    assert found["samples"]["answers"] == 16 and found["samples"]["tokens"] <= 16 * 12
-    for name in ("small", "eagle"):
+    assert list(found["drafters"]) == NAMES
+    for drafter in found["drafters"].values():
+        assert list(drafter["at"]) == [AT]
+        here = drafter["at"][AT]
+        decode, costs, k = here["decode"], here["costs_ms"], str(here["best_k"])
+        assert decode["tau"] == decode["tokens"] / decode["passes"]
+        assert here["break_even_tau"] == pytest.approx(costs["round"][k] / costs["step"])
+        assert here["parity"]["holds"]
+    demo = found["notes"][0]
+    assert "16 answers" in demo and "demo" in demo and "500,000" in demo
+    for name in RECIPES:
         lines = [m for m in checkpoint.read_metrics(whole / name) if m["kind"] == "replay"]
         best = max(lines[1:], key=lambda m: m["tau"])
-        assert found["positions_learned"][name] == best["tokens"] > 0
-    page = (whole / "report.md").read_text()
-    assert found["about"] in page and f"{found['samples']['tokens']:,} tokens" in page
-    assert "demo" in page and "500,000" in page
-    for name, row in found["table"].items():
-        assert f"| {NAMES[name]} | {' | '.join(cells(row))} |" in page
-    assert not (whole / "decoded").exists()
+        assert found["drafters"][name]["tokens_learned"] == best["tokens"] > 0
+    page = (whole / "compare.md").read_text()
+    assert demo in page
+    for name, drafter in found["drafters"].items():
+        assert f"| {name} | {' | '.join(pages.figures(drafter, AT))} |" in page
+    assert not any((whole / f"{name}.json").exists() for name in NAMES)
 
 
-def cells(row: dict[str, float]) -> list[str]:
-    return [f"{row[key]:.{digits}f}" for key, (_, digits) in COLUMNS.items()]
+def told(found: dict[str, Any]) -> dict[str, Any]:
+    """The report and what the page says of it in its own words: widths and percents."""
+    words = ["0", "1", "4", "10", "10%", "16", *pages.COLUMNS, *pages.DIAGNOSIS]
+    return found | {"words": words}
 
 
 def check_numbers(found: dict[str, Any]) -> None:
-    """The page's figures are roundings of report.json's, and the table's are all there."""
+    """The page's figures are roundings of compare.json's, and the table's are all there."""
     words = " ".join(Visible(pages.page(found)).words)
     assert len(NUMBER.findall(words)) > 80
-    assert strangers(words, found) == []
-    for row in found["table"].values():
-        assert all(cell in words for cell in cells(row))
+    assert strangers(words, told(found)) == []
+    for drafter in found["drafters"].values():
+        assert all(cell in words for cell in pages.figures(drafter, AT))
 
 
 def test_every_number_is_in_the_json(whole: Path) -> None:
@@ -95,62 +104,45 @@ def test_a_number_from_elsewhere_shows(whole: Path, monkeypatch: pytest.MonkeyPa
     def off(value: float | None, digits: int = 3) -> str:
         return right(None if value is None else value + 0.0137, digits)
 
-    monkeypatch.setattr(eval_report, "fixed", off)
+    monkeypatch.setattr(pages, "fixed", off)
     with pytest.raises(AssertionError):
         check_numbers(report(whole))
 
 
 def test_the_page(whole: Path) -> None:
     """It stands alone, says that it is a demo, names the drafters and where to go next."""
-    found, page = report(whole), (whole / "report.html").read_text(encoding="utf-8")
+    found, page = report(whole), (whole / "compare.html").read_text(encoding="utf-8")
     assert page == pages.page(found)
     assert Visible(page).loads == []
     assert "url(" not in page and "@import" not in page and "http" not in page
     assert "prefers-color-scheme: dark" in page and 'name="viewport"' in page
     words = unescape(page)
-    assert found["about"] in words and all(line in words for line in found["next"])
-    assert "for 3 of 3 drafters" in page and "BROKEN" not in page
-    assert page.count("Equal as integers") == 1 and page.count("draft by draft z") == 2
+    assert all(note in words for note in found["notes"])
+    assert found["notes"][1:] == list(NEXT)
+    assert page.count(">holds<") == len(NAMES) and "BROKEN" not in page
     drawn = page[page.index("<svg") :]
-    k, drafters = found["k"], len(NAMES)
-    assert drawn.count("<rect") == 4 * drafters + (k + 1) * drafters
-
-
-def test_figures_of_the_page(whole: Path) -> None:
-    """Sums and choices that the page adds to the evaluations, against the evaluations."""
-    found = report(whole)
-    for name, evaluated in found["decoded"].items():
-        decode, told = evaluated["decode"], found["round_ms"][name]
-        assert told["whole"] / told["step"] == pytest.approx(evaluated["break_even_tau"])
-        assert found["histogram"][NAMES[name]]["passes"] == decode["histogram"]
-    taus = {name: row["tau_replay"] for name, row in found["table"].items()}
-    assert taus[found["best"]] == max(taus.values())
-    speedups = [row["speedup"] for row in found["table"].values()]
-    assert found["table"][found["fastest"]]["speedup"] == max(speedups)
+    assert drawn.count("<rect") == 3 * len(NAMES) + 1
 
 
 def test_the_page_tells_broken_parity(whole: Path) -> None:
     """Of a sampled drafter and of one without chance; a target's name is no markup."""
-    before = report(whole)
     for name in ("small", "ngram"):
-        decoded = json.loads(json.dumps(before["decoded"]))
-        decoded[name]["parity"] |= {"holds": False, "equal": False}
-        about = {key: before[key] for key in ABOUT} | {"target": "<b>x</b>"}
-        page = pages.page(pages.assemble(about, decoded))
-        assert ">BROKEN<" in page and "for 2 of 3 drafters" in page
-        assert page.count("broken.") == 1 and "<b>x" not in page
-        assert ("Not equal" in page) == (name == "ngram")
+        found = report(whole)
+        found["drafters"][name]["at"][AT]["parity"] |= {"holds": False, "equal": False}
+        found["target"]["spec"] = "<b>x</b>"
+        page = pages.page(found)
+        assert page.count(">BROKEN<") == 1 and page.count(">holds<") == 2
+        assert "<b>x" not in page and pages.broken(found) == [name]
 
 
 def test_nothing_was_drafted(whole: Path) -> None:
     """Texts of one token: no pass, no figure; the page shows dashes."""
-    before = report(whole)
-    decoded = json.loads(json.dumps(before["decoded"]))
-    decoded["ngram"]["replay"] |= {"tau": None, "tau_ci": [None, None], "alpha": [None, None]}
-    decoded["ngram"]["decode"] |= {"tau": None, "speedup": None, "tokens_per_s": None}
-    decoded["ngram"] |= {"predicted_speedup": None, "break_even_tau": None}
-    found = pages.assemble({key: before[key] for key in ABOUT}, decoded)
-    assert found["best"] != "ngram" and "–" in pages.page(found)
+    found = report(whole)
+    here = found["drafters"]["ngram"]["at"][AT]
+    here["replay"] |= {"tau": None, "tau_ci": None, "alpha": [None, None]}
+    here["decode"] |= {"tau": None, "speedup": None, "tokens_per_s": None}
+    here |= {"predicted_speedup": None}
+    assert pages.ordered(found, AT)[-1][0] == "ngram" and "–" in pages.page(found)
 
 
 def test_again_decodes_only(
@@ -178,9 +170,10 @@ def test_again_decodes_only(
     for number in range(1, len(STAGES) + 1):
         assert f"stage {number} of {len(STAGES)}: {STAGES[number - 1]}" in said
     assert said.count("is finished") == 2 and "prompts decoded" in said
-    assert "EAGLE-3" in out and "break-even" in out and before["about"] in out
-    for row in report(whole)["table"].values():
-        assert all(cell in out for cell in cells(row)), "a figure is cut"
+    assert "eagle" in out and "break-even" in out and before["notes"][0] in out
+    for drafter in report(whole)["drafters"].values():
+        cells = pages.figures(drafter, AT)
+        assert all(cells[i] in out for i in pages.NARROW), "a figure is cut"
 
 
 def test_broken_parity_is_told(
@@ -202,15 +195,13 @@ def test_broken_parity_is_told(
 
 def counts(found: dict[str, Any]) -> dict[str, Any]:
     """What must repeat: what was decoded, and how it is judged, without what the clock says."""
-    decoded = found["decoded"]
+    at = {name: drafter["at"][AT] for name, drafter in found["drafters"].items()}
     return {
-        "samples": found["samples"],
-        "learned": found["positions_learned"],
-        "decode": {
-            n: [d["decode"][k] for k in ("tau", "passes", "tokens")] for n, d in decoded.items()
-        },
-        "replay": {n: d["replay"] for n, d in decoded.items()},
-        "z": {n: d["parity"]["z_per_depth"] for n, d in decoded.items()},
+        "samples": found["notes"][0],
+        "learned": {name: d["tokens_learned"] for name, d in found["drafters"].items()},
+        "decode": {n: [d["decode"][k] for k in ("tau", "passes", "tokens")] for n, d in at.items()},
+        "replay": {n: d["replay"] for n, d in at.items()},
+        "z": {n: d["parity"]["z_per_depth"] for n, d in at.items()},
     }
 
 
@@ -223,7 +214,7 @@ MOMENTS = {
     "small": "small/checkpoint-2",
     "between": "small/checkpoint-4",
     "eagle": "eagle/checkpoint-2",
-    "decoding": "decoded/ngram.json",
+    "decoding": "small.json",
 }
 
 
@@ -236,11 +227,11 @@ def test_killed_at_any_stage(whole: Path, target: Path, tmp_path: Path, seed: in
     order = list(MOMENTS)
     for moment in sorted(draw.sample(order, 2), key=order.index):
         quick.killed(folder, target, MOMENTS[moment], draw.uniform(0.0, 0.3))
-        assert not (folder / "report.json").exists(), "killed too late to show anything"
+        assert not (folder / "compare.json").exists(), "killed too late to show anything"
     process = quick.fork(folder, target, slow=False)
     process.join()
     assert process.exitcode == 0
-    for name in ("small", "eagle"):
+    for name in RECIPES:
         assert training.differences(whole / name, folder / name, quick.STEPS) == []
         replays = [
             m["step"] for m in checkpoint.read_metrics(folder / name) if m["kind"] == "replay"

@@ -146,7 +146,7 @@ def pick(weights: Tensor, uniform: Tensor) -> Tensor:
     mass = sums.cumsum(-1)
     point = uniform.unsqueeze(-1) * mass[..., -1:]
     block = torch.searchsorted(mass, point, right=True).clamp(max=sums.shape[-1] - 1)  # (.., 1)
-    index = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)  # (.., _BLOCK)
+    index = block * _BLOCK + torch.arange(min(_BLOCK, V), device=weights.device)  # (.., _BLOCK)
     inside = weights.gather(-1, index.clamp(max=V - 1)).double().masked_fill(index >= V, 0.0)
     mass_inside = inside.cumsum(-1)
     point = point - (mass - sums).gather(-1, block)

@@ -39,7 +39,7 @@ class Tape(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps: list[tuple[Callable, tuple, dict, Any]] = []
+        self.steps: list[tuple[Callable, tuple, dict, dict[int, Tensor]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -47,18 +47,23 @@ class Tape(TorchDispatchMode):
         if name in HOST_READS or _by_mask(name, args):
             raise HostRead(f"the host reads a tensor: {name}")
         out = func(*args, **kwargs)
-        self.steps.append((func, args, kwargs, out))
+        taken = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if _is(t)}
+        # A view of an input, or the input itself, is up to date already.
+        made = {
+            number: t
+            for number, t in enumerate(tree_leaves(out))
+            if _is(t) and t.untyped_storage().data_ptr() not in taken
+        }
+        self.steps.append((func, args, kwargs, made))
         return out
 
     @torch.inference_mode()
     def replay(self) -> None:
-        for func, args, kwargs, out in self.steps:
+        for func, args, kwargs, made in self.steps:
             new = func(*args, **kwargs)
-            given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if _is(t)}
-            for old, fresh in zip(tree_leaves(out), tree_leaves(new), strict=True):
-                # A view of an input, or the input itself, is up to date already.
-                if _is(old) and old.untyped_storage().data_ptr() not in given:
-                    old.copy_(fresh)
+            fresh = tree_leaves(new) if made else []
+            for number, old in made.items():
+                old.copy_(fresh[number])
 
 
 def _is(value: Any) -> bool:

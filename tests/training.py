@@ -139,6 +139,11 @@ def fork(recipe: Path, before: Callable[[], None] | None = None) -> BaseProcess:
     return _forked(_train, str(recipe), torch.get_num_threads(), before)
 
 
+def offline() -> None:
+    """wandb writes files alone."""
+    os.environ["WANDB_MODE"] = "offline"
+
+
 def launch(
     work: Callable[..., None], count: int, log: Path, *args: Any, **more: Any
 ) -> list[BaseProcess]:

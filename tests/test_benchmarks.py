@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import time
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -17,13 +16,12 @@ import torch
 from draftsmith.drafters.base import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.eval import synthetic
-
-FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+from places import BENCHMARKS
 
 
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module
 
 

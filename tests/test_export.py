@@ -33,10 +33,10 @@ from draftsmith.drafters.layers import BlockConfig
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.vocab import VocabMap
+from places import ROOT
 from test_target import build_as
 
 TEXT = [5, 9, 31, 7, 22, 40, 3, 17, 28, 11]
-ROOT = Path(__file__).resolve().parents[1]
 K = 3
 
 

@@ -17,13 +17,12 @@ import pytest
 import torch
 
 from draftsmith.eval.decoder.round import Rounds
-
-FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+from places import BENCHMARKS
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module("gpu_check")
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from draftsmith.train import __main__ as train
 from draftsmith.train.checkpoint import read_metrics
+from places import RECIPES
 from training import sample, save_target, write_prompts
 
-RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 LARGE = sorted(path.stem for path in RECIPES.glob("*8b*.yaml"))
 SIZES = ["steps=2", "rows=1", "accumulation=1", "length=64", "heldout=4", "save_every=2"]
 FITTING = {  # what only the real vocabulary or models can hold

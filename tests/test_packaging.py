@@ -14,7 +14,8 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from places import ROOT
+
 FOLDERS = ("drafters", "eval", "train", "recipes")  # lowest first: each may import those before it
 LIGHT = ("drafters", "eval")  # what a user needs to run a drafter: import without these two
 HEAVY = ("datasets", "wandb")

@@ -20,8 +20,9 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.recipes import keys
 from draftsmith.train import recipe
 from draftsmith.train.objective import LOSSES
+from places import RECIPES
 
-RECIPES = sorted((Path(__file__).resolve().parents[1] / "recipes").glob("*.yaml"))
+SHIPPED = sorted(RECIPES.glob("*.yaml"))
 GOOD: dict[str, Any] = {"name": "mine", "drafter": "eagle", "steps": 10}
 
 
@@ -258,7 +259,7 @@ def test_no_such_recipe(name: str) -> None:
     assert name in line and "smol-eagle3" in line, "the shipped ones are named"
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
 def test_shipped_recipes(path: Path) -> None:
     """Each parses, by its bare name too, is called what its file is called, and says how to run it.
 
@@ -282,7 +283,7 @@ def test_shipped_recipes(path: Path) -> None:
 
 def test_there_are_shipped_recipes() -> None:
     """The parametrised test above passes on an empty folder."""
-    assert {"smol-eagle3"} <= {path.stem for path in RECIPES}
+    assert {"smol-eagle3"} <= {path.stem for path in SHIPPED}
 
 
 # ---------------------------------------------------------------- draftsmith keys

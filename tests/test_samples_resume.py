@@ -122,7 +122,8 @@ def drive(base: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_runs_equal_an_uninterrupted_one(tmp_path: Path) -> None:
-    env = os.environ | {"OMP_NUM_THREADS": "1"}  # a fork after threads were started may hang
+    # a fork after threads were started may hang; the script imports what tests share
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, __file__, str(tmp_path)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

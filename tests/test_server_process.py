@@ -25,6 +25,7 @@ from draftsmith.eval.servers.counters import Counters
 from draftsmith.eval.servers.process import started
 from draftsmith.eval.servers.vllm import VLLM
 from fake_server import Fake
+from places import ROOT
 
 # A server that answers /health, and has a helper process of its own as vLLM does.
 HEALTHY = """
@@ -152,7 +153,7 @@ def test_a_patched_vllm_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     kernels.parent.mkdir(parents=True)
     kernels.write_text("def _expand_kernel_impl(\n    output,\n): ...\n")
     assert not tools.vllm_patched()
-    script = (Path(__file__).parent / "servers.sh").read_text()
+    script = (ROOT / "tests" / "servers.sh").read_text()
     added = script.partition("<< 'FIX'\n")[2].partition("FIX\n")[0]
     kernels.write_text(kernels.read_text() + added)
     assert tools.vllm_patched()

@@ -43,13 +43,17 @@ fix: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Two workers of one thread each do more than one of two. worksteal keeps a file's tests, which share
+# fixtures, on one of them; loadgroup keeps together what shares a trained head.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "$(FAST)"
-	$(BIN)/pytest -m real
+	$(PYTEST) --dist worksteal -m "$(FAST)"
+	$(PYTEST) --dist loadgroup -m real
 	$(BIN)/pytest -m server -rs
 
 test-fast: install
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "$(FAST) and not slow"
+	$(PYTEST) --dist worksteal -m "$(FAST) and not slow"
 
 # The real servers that `server` tests start (those skip where a server is not set up): vLLM and
 # llama.cpp, kept outside .venv. FOLDER= says where; about 25 minutes on 2 cores, 4 GB.

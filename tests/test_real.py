@@ -7,11 +7,15 @@ layers, so that long acceptances occur without training; n-gram needs nothing.
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter, Policy
@@ -29,7 +33,15 @@ from draftsmith.eval.replay import replay
 pytestmark = pytest.mark.real
 
 K = 4
-FAMILIES = ("ngram", "small", "eagle")
+# Two workers of `pytest -n 2 --dist loadgroup` share the work: what is trained, and the others.
+TRAINED = pytest.mark.xdist_group("trained")
+OTHERS = pytest.mark.xdist_group("others")
+FAMILIES = [
+    pytest.param("ngram", marks=OTHERS),
+    pytest.param("small", marks=OTHERS),
+    pytest.param("eagle", marks=TRAINED),
+]
+Written = Callable[[str, float], list[Text]]
 
 
 @pytest.fixture(scope="module")
@@ -74,15 +86,35 @@ def trained(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def drafters(target: Target, trained: Path) -> dict[str, Drafter]:
-    kept = [i for i in range(30) if i not in (14, 17)]
-    return {
-        "ngram": Ngram.create(target, NgramConfig()),
-        "small": Small.create(target, SmallConfig(layers=kept)).eval(),
-        "eagle": base.load(trained / "best", target),
-    }
+def drafter(target: Target, request: pytest.FixtureRequest) -> Callable[[str], Drafter]:
+    """A drafter by family; EAGLE-3 is trained when it is asked for."""
+
+    @cache
+    def make(family: str) -> Drafter:
+        if family == "ngram":
+            return Ngram.create(target, NgramConfig())
+        if family == "small":
+            kept = [i for i in range(30) if i not in (14, 17)]
+            return Small.create(target, SmallConfig(layers=kept)).eval()
+        return base.load(request.getfixturevalue("trained") / "best", target)
+
+    return make
 
 
+@pytest.fixture(scope="module")
+def written(target: Target, drafter: Callable[[str], Drafter], prompts: list[list[int]]) -> Written:
+    """64 tokens to each prompt, in one ragged batch: ten at temperature 0, else eight."""
+
+    @cache
+    def write(family: str, temperature: float) -> list[Text]:
+        asked = prompts if temperature == 0 else prompts[:8]
+        decoder = Decoder(target, drafter(family), Policy(K))
+        return decoder.generate(asked, Sampler(temperature), 64, seed=5)
+
+    return write
+
+
+@TRAINED
 def test_training_learns_and_leaves_a_run(trained: Path) -> None:
     """Replay tau on held-out conversations rises within twelve steps; best is the highest."""
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
@@ -94,40 +126,35 @@ def test_training_learns_and_leaves_a_run(trained: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def generated(target: Target, prompts: list[list[int]]) -> list[list[int]]:
-    """Greedy answers by a second, untouched HF model."""
+def generated(
+    target: Target, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> list[list[int]]:
+    """Greedy answers by a second, untouched HF model; made by one worker for all."""
     from transformers import AutoModelForCausalLM
 
-    hf = AutoModelForCausalLM.from_pretrained(target.source.path, dtype=torch.float32)
-    out = []
-    for prompt in prompts:
-        ids = hf.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)
-        out.append(ids[0, len(prompt) :].tolist())
-    return out
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    file = folder / "generated.json"
+    with FileLock(folder / "generated.lock"):
+        if not file.exists():
+            hf = AutoModelForCausalLM.from_pretrained(target.source.path, dtype=torch.float32)
+            out = []
+            for prompt in prompts:
+                ids = hf.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)
+                out.append(ids[0, len(prompt) :].tolist())
+            file.write_text(json.dumps(out))
+    return json.loads(file.read_text())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_text_equals_generate(
-    family: str,
-    target: Target,
-    drafters: dict[str, Drafter],
-    prompts: list[list[int]],
-    generated: list[list[int]],
+    family: str, written: Written, generated: list[list[int]]
 ) -> None:
     """fp32 greedy output is HF generate's, token for token, in one ragged batch of ten."""
-    decoder = Decoder(target, drafters[family], Policy(K))
-    texts = decoder.generate(prompts, Sampler(0.0), 40)
-    assert [text.tokens for text in texts] == generated
+    texts = written(family, 0.0)
+    assert [text.tokens[:40] for text in texts] == generated
     assert sum(r.accepted for text in texts for r in text.rounds) > 0
-
-
-def decoded(
-    target: Target, drafter: Drafter, prompts: list[list[int]], temperature: float
-) -> tuple[list[Text], Parity]:
-    """Eight prompts, 64 tokens, and their parity with replay."""
-    sampler = Sampler(temperature)
-    texts = Decoder(target, drafter, Policy(K)).generate(prompts[:8], sampler, 64, seed=5)
-    return texts, parity(target, drafter, texts, sampler)
 
 
 def parity(target: Target, drafter: Drafter, texts: list[Text], sampler: Sampler) -> Parity:
@@ -142,23 +169,25 @@ def test_decode_and_replay_agree(
     family: str,
     temperature: float,
     target: Target,
-    drafters: dict[str, Drafter],
-    prompts: list[list[int]],
+    drafter: Callable[[str], Drafter],
+    written: Written,
 ) -> None:
     """The promise, on a real model; every z is printed."""
-    _, found = decoded(target, drafters[family], prompts, temperature)
+    texts = written(family, temperature)
+    found = parity(target, drafter(family), texts, Sampler(temperature))
     print(family, temperature, found.report())
     assert found.holds, found.report()
 
 
+@TRAINED
 def test_neighbouring_layer_breaks_parity(
-    target: Target, drafters: dict[str, Drafter], prompts: list[list[int]]
+    target: Target, drafter: Callable[[str], Drafter], written: Written
 ) -> None:
     """Power: replaying the same texts with each feature one layer off must not agree."""
-    eagle = drafters["eagle"]
+    eagle = drafter("eagle")
     assert isinstance(eagle, Eagle)
-    texts, right = decoded(target, eagle, prompts, 0.0)
-    assert right.holds
+    texts = written("eagle", 0.0)
+    assert parity(target, eagle, texts, Sampler(0.0)).holds
     taps = eagle.taps
     try:
         eagle.taps = [int(tap) + 1 for tap in taps]
@@ -167,6 +196,7 @@ def test_neighbouring_layer_breaks_parity(
         eagle.taps = taps
 
 
+@OTHERS
 def test_a_text_of_split_characters_is_shown_whole(target: Target) -> None:
     """A character may take several tokens, drafted or not: pieces still make up the text."""
     from draftsmith.eval.sample_text import sample_text

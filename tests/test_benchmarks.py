@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import time
 from types import ModuleType
 from typing import Any
@@ -100,6 +101,13 @@ def test_parts_of_a_step_are_their_own(scripts: Any) -> None:
     assert found["outer"] == pytest.approx(0.02, abs=0.005)
     assert found["everything else"] == pytest.approx(0.005, abs=0.004)
     assert sum(found.values()) == pytest.approx(parts.since - began)
+
+
+def test_the_plan_of_an_8b_target_is_todays(scripts: Any) -> None:
+    """README's figures: the plan as it is made now is the one that is stored."""
+    script = scripts("plan_8b")
+    stored = json.loads((BENCHMARKS / "plan_8b.json").read_text())
+    assert script.run() == {key: stored[key] for key in ("assumed", "tokens", "gpus")}
 
 
 def test_aims_of_the_step_are_told(scripts: Any) -> None:

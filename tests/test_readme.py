@@ -1,4 +1,5 @@
-"""README.md against the program: its commands parse, its recipes and files exist, its example runs.
+"""The three READMEs against the program: their commands parse, links and files exist, the example
+runs, and the map is the layout.
 
 Faults: an option that was renamed, a recipe key that is no more, a link to a table that moved.
 """
@@ -18,18 +19,24 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.cli import app
 from draftsmith.train import recipe
+from places import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text()
-SPANS = re.findall(r"^    (.+)$", re.sub(r" \\\n +", " ", README), re.M)
-SPANS += re.findall(r"`([^`]+)`", re.sub(r"\s+", " ", re.sub(r"```.*?```", "", README, flags=re.S)))
-COMMANDS = sorted(
-    {
-        s.split("  #")[0].strip()
-        for s in SPANS
-        if re.match(r"(accelerate launch .*)?draftsmith(\.train)? ", s)
-    }
-)
+README = ROOT / "README.md"
+DOCS = [README, ROOT / "recipes" / "README.md", ROOT / "benchmarks" / "README.md"]
+RECIPES = DOCS[1].read_text()
+LONGEST = 120  # lines of README.md: a reader gets to its end
+
+
+def commands(text: str) -> set[str]:
+    """Whatever a page tells to type that begins with our command."""
+    plain = re.sub(r"```.*?```", "", text, flags=re.S)
+    spans = re.findall(r"^    (.+)$", re.sub(r" \\\n +", " ", text), re.M)
+    spans += re.findall(r"`([^`]+)`", re.sub(r"\s+", " ", plain))
+    shown = (span.split("  #")[0].strip() for span in spans)
+    return {s for s in shown if re.match(r"(accelerate launch .*)?draftsmith(\.train)? ", s)}
+
+
+COMMANDS = sorted(set().union(*(commands(doc.read_text()) for doc in DOCS)))
 STAND_INS = {"RECIPE": "smol-eagle3", "URL": "http://127.0.0.1:8000", "N": "8"}  # in capitals there
 
 
@@ -71,16 +78,68 @@ def test_wrong_commands_are_noticed(line: str) -> None:
 def test_there_are_commands() -> None:
     names = {line.split()[1] for line in COMMANDS if line.startswith("draftsmith")}
     known: Any = typer.main.get_command(app)
-    assert names >= set(known.commands) - {"quickstart"}, "a command that README does not show"
+    assert names >= set(known.commands) - {"quickstart"}, "a command that no README shows"
 
 
-def test_links_lead_somewhere() -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", README)
-    assert len(links) > 10
+def headings(page: Path) -> set[str]:
+    """The anchors that a page's headings have on GitHub."""
+    names = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", name).lower().replace(" ", "-") for name in names}
+
+
+def broken_links(doc: Path, text: str) -> list[str]:
+    """Links to a file or heading that is not there, and scripts that are not."""
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(links) > 1
+    out = []
     for link in links:
-        assert (ROOT / link).exists(), link
-    for script in re.findall(r"`(benchmarks/\w+\.py)`", README):
-        assert (ROOT / script).exists(), script
+        file, _, heading = link.partition("#")
+        page = (doc.parent / file).resolve() if file else doc
+        if not page.exists() or (heading and heading not in headings(page)):
+            out.append(link)
+    scripts = re.findall(r"python (\S+\.py)", text)
+    return out + [script for script in scripts if not (ROOT / script).is_file()]
+
+
+@pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.parent.name)
+def test_links_lead_somewhere(doc: Path) -> None:
+    assert broken_links(doc, doc.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [("benchmarks/parity.md", "benchmarks/party.md"), ("README.md#trackers", "README.md#tracker"),
+     ("plan_8b.py", "plan_9b.py")],
+)  # fmt: skip
+def test_broken_links_are_noticed(right: str, wrong: str) -> None:
+    """Planted faults."""
+    text = README.read_text()
+    assert right in text and broken_links(README, text.replace(right, wrong))
+
+
+def test_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= LONGEST
+
+
+def folders(text: str) -> list[str]:
+    """The folders of the map, two levels of indentation deep."""
+    lines = re.findall(r"^    ( *)(\w+)/  +\S", text[text.index("## Map") :], re.M)
+    out: list[str] = []
+    for indent, name in lines:
+        if not indent:
+            out.append(name)
+        else:
+            out.append(f"{next(o for o in reversed(out) if '/' not in o)}/{name}")
+    return out
+
+
+def test_the_map_is_the_layout() -> None:
+    """Every folder that holds modules is in the map."""
+    here = {path.parent.relative_to(ROOT).as_posix() for top in TOPS for path in top.rglob("*.py")}
+    assert {name for name in here if "__pycache__" not in name} <= set(folders(README.read_text()))
+
+
+TOPS = [ROOT / name for name in ("recipes", "train", "eval", "drafters", "tests", "benchmarks")]
 
 
 @pytest.mark.real
@@ -94,6 +153,6 @@ def test_the_example_runs(
     place = tmp_path / "runs/smol-eagle3/best"
     place.mkdir(parents=True)
     base.save(cls.create(target, cls.Config()), place)
-    [example] = re.findall(r"```python\n(.*?)```", README, re.S)
-    exec(compile(example, "README.md", "exec"), {})
+    [example] = re.findall(r"```python\n(.*?)```", RECIPES, re.S)
+    exec(compile(example, "recipes/README.md", "exec"), {})
     assert re.search(r"\d+ verify passes", capsys.readouterr().out)

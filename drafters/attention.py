@@ -219,10 +219,17 @@ def attend_by(hf: Any, name: str) -> None:
 
     Quietly: transformers warns of families that keep their own, which the self-test finds out.
     """
+    with quiet():
+        hf.set_attn_implementation(name)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within it transformers prints errors alone."""
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
-        hf.set_attn_implementation(name)
+        yield
     finally:
         transformers_logging.set_verbosity(level)
 

@@ -29,7 +29,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.grow import Proposal
 from draftsmith.drafters.policy import Policy, StaticTree
 from draftsmith.drafters.sampling import Noise, Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.shell import Shell
 from draftsmith.drafters.vocab import VocabMap
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Drafter(nn.Module, ABC):
     )
     capturable: ClassVar[bool] = True  # extend and propose read nothing on the host
 
-    def __init__(self, target: Target, config: Any) -> None:
+    def __init__(self, target: Shell, config: Any) -> None:
         super().__init__()
         object.__setattr__(self, "target", target)  # frozen and shared: not a submodule
         self.config = config
@@ -85,10 +85,10 @@ class Drafter(nn.Module, ABC):
         # The deepest draft there is, each depth having weights of its own.
         self.longest: int | None = None
 
-    target: Target
+    target: Shell
 
     @classmethod
-    def create(cls, target: Target, config: Any, counts: Tensor | None = None) -> Drafter:
+    def create(cls, target: Shell, config: Any, counts: Tensor | None = None) -> Drafter:
         """A fresh drafter. counts (V,): how often each token stands in the training answers."""
         return cls(target, config)
 
@@ -240,7 +240,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return about
 
 
-def load(folder: Path, target: Target) -> Drafter:
+def load(folder: Path, target: Shell) -> Drafter:
     """The drafter stored in a folder, as it is served: on the target's device, in its dtype.
 
     Raises UserError as `read` does.
@@ -248,7 +248,7 @@ def load(folder: Path, target: Target) -> Drafter:
     return read(folder, target).to(target.device, target.dtype).eval()
 
 
-def read(folder: Path, target: Target) -> Drafter:
+def read(folder: Path, target: Shell) -> Drafter:
     """The drafter stored in a folder, its own weights in fp32, as they are trained.
 
     Raises UserError when it was made for another target, or its tensors are not exactly those
@@ -301,7 +301,7 @@ def fill(drafter: Drafter, stored: dict[str, Tensor], path: Path) -> None:
         raise UserError(f"{path}: {error}; {remedy}") from None
 
 
-def check_target(folder: Path, made_for: dict[str, Any], target: Target) -> None:
+def check_target(folder: Path, made_for: dict[str, Any], target: Shell) -> None:
     """Raises UserError unless a drafter made for `made_for` fits `target`."""
     here = target.identity()
     remedy = f"give the target it was made for ({made_for.get('spec')})"

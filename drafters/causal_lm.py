@@ -7,6 +7,7 @@ not return. "normed" is the final norm's output.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,15 +30,12 @@ class TargetOutput:
     features: dict[str, Tensor] = field(default_factory=dict)
 
 
-class CausalLM(nn.Module):
-    """Wraps an HF model; its attention is replaced by ours, its weights are untouched.
-
-    trees: whether it is read through our attention and the slab (a `Target` finds out).
+class Ends(nn.Module):
+    """What stands before and after an HF model's decoder layers, of which it may have none: its
+    embedding, final norm and head. Its attention is replaced by ours, its weights are untouched.
 
     Raises UserError for a model whose decoder layers or final norm cannot be found.
     """
-
-    trees = True
 
     def __init__(self, hf: Any) -> None:
         super().__init__()
@@ -48,10 +46,6 @@ class CausalLM(nn.Module):
         self._parts: dict[str, Any] = {"decoder": decoder, "layers": layers}
         attention.attend_by(hf, attention.NAME)
         self._parts["norm"] = self._find_final_norm()
-
-    @property
-    def layers(self) -> nn.ModuleList:
-        return self._parts["layers"]
 
     @property
     def norm(self) -> nn.Module:
@@ -95,7 +89,12 @@ class CausalLM(nn.Module):
 
     @property
     def num_layers(self) -> int:
-        return len(self.layers)
+        return self.config.num_hidden_layers
+
+    def width(self, tap: Tap) -> int:
+        """The size of a tap's state. Raises UserError as `check_taps` does."""
+        self.check_taps([tap])
+        return self.hidden_size
 
     @property
     def dtype(self) -> torch.dtype:
@@ -106,12 +105,12 @@ class CausalLM(nn.Module):
         return self.embedding.weight.device
 
     def _find_layers(self) -> tuple[nn.Module, nn.ModuleList]:
-        """The module that runs the decoder layers, and their list."""
+        """The module that runs the decoder layers, and their list, which may be empty."""
         depth = self.config.num_hidden_layers
         # Llama-4's text model names itself as its decoder: what runs the layers is then a child.
         for decoder in (self.hf.get_decoder(), *self.hf.children()):
             lists = [m for m in decoder.children() if isinstance(m, nn.ModuleList)]
-            lists = [m for m in lists if len(m) == depth]
+            lists = [m for m in lists if len(m) == depth] or [m for m in lists if not len(m)]
             if len(lists) == 1:
                 return decoder, lists[0]
         raise UserError(
@@ -122,15 +121,19 @@ class CausalLM(nn.Module):
     def _find_final_norm(self) -> nn.Module:
         """The module that ran last in the decoder, after its layers: seen on two probe tokens."""
         ran: list[nn.Module] = []
-        children = [m for m in self._parts["decoder"].children() if m is not self.layers]
+        layers = self._parts["layers"]
+        children = [m for m in self._parts["decoder"].children() if m is not layers]
         hooks = [m.register_forward_hook(lambda m, i, o: ran.append(m)) for m in children]
-        hooks.append(self.layers[-1].register_forward_hook(lambda m, i, o: ran.clear()))
+        for last in layers[-1:]:
+            hooks.append(last.register_forward_hook(lambda m, i, o: ran.clear()))
         position = torch.arange(2, device=self.device).unsqueeze(0)
         step = attention.packed_step(position, torch.zeros_like(position))
         with torch.no_grad():
             self._run(torch.zeros_like(position), step)
         for hook in hooks:
             hook.remove()
+        if not len(layers):  # nothing tells where they stood
+            ran = ran[-1:]
         if len(ran) != 1:
             raise UserError(
                 f"{type(self.hf).__name__}: {len(ran)} modules follow the decoder layers where one "
@@ -149,6 +152,43 @@ class CausalLM(nn.Module):
                 position_ids=step.positions.clamp(max=self.max_positions - 1),
                 use_cache=False,
             )
+
+    def head(self, final: Tensor) -> Tensor:
+        """Logits (.., V) of pre-norm states (.., H): final norm, lm_head, scale and softcap."""
+        return self.unembed(self.norm(final).to(final.device))
+
+    def unembed(self, normed: Tensor) -> Tensor:
+        """Logits (.., V) of normed states (.., H)."""
+        # A frozen bf16 lm_head may follow trained fp32 layers.
+        logits = self.lm_head(normed.to(self.lm_head.weight.dtype))
+        # The forms that HF's causal LMs use; the target's self-test catches any other.
+        if self.logit_scale != 1:
+            logits = logits * self.logit_scale
+        if cap := getattr(self.config, "final_logit_softcapping", None):  # Gemma-2
+            logits = cap * torch.tanh(logits / cap)
+        return logits.to(normed.device)  # the head may lie on another
+
+    def check_taps(self, taps: Sequence[Tap], field_name: str = "taps") -> None:
+        """Raises UserError for a tap that is neither "normed" nor a layer id in 0..L."""
+        for tap in taps:
+            if tap != "normed" and not (isinstance(tap, int) and 0 <= tap <= self.num_layers):
+                raise UserError(
+                    f"{field_name}: layer {tap!r} is not in 0..{self.num_layers} (0 = embeddings, "
+                    f"{self.num_layers} = last layer before the final norm) nor 'normed'"
+                )
+
+
+class CausalLM(Ends):
+    """A model with its layers.
+
+    trees: whether it is read through our attention and the slab (a `Target` finds out).
+    """
+
+    trees = True
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self._parts["layers"]
 
     def forward(self, tokens: Tensor, step: Step, taps: Sequence[Tap] = ()) -> TargetOutput:
         """Runs tokens (B, T) as `step` says and returns the pre-norm state and the taps."""
@@ -178,29 +218,17 @@ class CausalLM(nn.Module):
         seen = {name: state.to(self.device) for name, state in seen.items()}
         return TargetOutput(seen.pop("final"), seen)
 
-    def head(self, final: Tensor) -> Tensor:
-        """Logits (.., V) of pre-norm states (.., H): final norm, lm_head, scale and softcap."""
-        return self.unembed(self.norm(final).to(final.device))
 
-    def unembed(self, normed: Tensor) -> Tensor:
-        """Logits (.., V) of normed states (.., H)."""
-        # A frozen bf16 lm_head may follow trained fp32 layers.
-        logits = self.lm_head(normed.to(self.lm_head.weight.dtype))
-        # The forms that HF's causal LMs use; the target's self-test catches any other.
-        if self.logit_scale != 1:
-            logits = logits * self.logit_scale
-        if cap := getattr(self.config, "final_logit_softcapping", None):  # Gemma-2
-            logits = cap * torch.tanh(logits / cap)
-        return logits.to(normed.device)  # the head may lie on another
-
-    def check_taps(self, taps: Sequence[Tap], field_name: str = "taps") -> None:
-        """Raises UserError for a tap that is neither "normed" nor a layer id in 0..L."""
-        for tap in taps:
-            if tap != "normed" and not (isinstance(tap, int) and 0 <= tap <= self.num_layers):
-                raise UserError(
-                    f"{field_name}: layer {tap!r} is not in 0..{self.num_layers} (0 = embeddings, "
-                    f"{self.num_layers} = last layer before the final norm) nor 'normed'"
-                )
+def cut(config: Any, layers: Sequence[int]) -> Any:
+    """A model's config with only some of its decoder layers, in that order."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    depth = text.num_hidden_layers
+    for name, value in vars(text).items():  # layer_types and the like: one entry a layer
+        if isinstance(value, list) and len(value) == depth:
+            setattr(text, name, [value[i] for i in layers])
+    text.num_hidden_layers = len(layers)
+    return config
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:

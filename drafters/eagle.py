@@ -25,7 +25,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.layers import MLP, Block, BlockConfig, RMSNorm, SelfAttention, init_weights
 from draftsmith.drafters.one_layer import OneLayer
 from draftsmith.drafters.reduced import DraftVocab, ReducedVocab
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.shell import Shell
 
 
 class EagleConfig(DrafterConfig):
@@ -60,7 +60,7 @@ class Eagle(ReducedVocab, OneLayer):
     Config = EagleConfig
     config: EagleConfig
 
-    def __init__(self, target: Target, config: EagleConfig) -> None:
+    def __init__(self, target: Shell, config: EagleConfig) -> None:
         """Raises UserError for taps outside the target's layers, a draft vocabulary too large, and
         a block of another width than the target's or with a gate."""
         layers = target.num_layers
@@ -108,7 +108,7 @@ class Eagle(ReducedVocab, OneLayer):
         self.keep(size)
 
     @classmethod
-    def create(cls, target: Target, config: EagleConfig, counts: Tensor | None = None) -> Eagle:
+    def create(cls, target: Shell, config: EagleConfig, counts: Tensor | None = None) -> Eagle:
         """A fresh head; counts (V,) choose the draft vocabulary."""
         drafter = cls(target, config)
         drafter.choose(drafter.config.draft_vocab, counts)

@@ -23,7 +23,7 @@ from draftsmith.drafters.base import DrafterConfig, register
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.layers import MLP, Block, BlockConfig, RMSNorm, SelfAttention, init_weights
 from draftsmith.drafters.one_layer import OneLayer
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.shell import Shell
 
 
 class Eagle1Config(DrafterConfig):
@@ -39,7 +39,7 @@ class Eagle1(OneLayer):
     predicts = "normed"
     config: Eagle1Config
 
-    def __init__(self, target: Target, config: Eagle1Config) -> None:
+    def __init__(self, target: Shell, config: Eagle1Config) -> None:
         """Raises UserError for a block of another width than the target's, or with a gate."""
         block = config.block or BlockConfig.like(target.config)
         H = block.hidden_size

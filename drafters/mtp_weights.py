@@ -28,7 +28,7 @@ from torch import Tensor
 
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.layers import BlockConfig
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.shell import Shell
 
 _WANTED = {
     f"{part}.weight"
@@ -105,7 +105,7 @@ class Shipped:
         return tensor + 1.0 if self.offset and "norm" in ours else tensor
 
 
-def find(target: Target, count: int) -> Shipped:
+def find(target: Shell, count: int) -> Shipped:
     """The first `count` MTP modules of the target's checkpoint; only headers are read.
 
     Raises UserError where it has none or fewer, or such as no dense block here can hold.
@@ -132,7 +132,7 @@ def find(target: Target, count: int) -> Shipped:
     return Shipped(block, layout, modules, files, _offset(target))
 
 
-def _stored(target: Target) -> dict[str, Path]:
+def _stored(target: Shell) -> dict[str, Path]:
     """Every tensor name in the target's safetensors files, and its file.
 
     Raises UserError where those of a hub model's revision are not on this machine.
@@ -183,7 +183,7 @@ def _check_names(spec: str, module: dict[str, str]) -> None:
         raise UserError(f"init: the MTP layer of {spec} lacks {missing[0]}; use init: fresh")
 
 
-def _block(target: Target, files: dict[str, Path], module: dict[str, str]) -> BlockConfig:
+def _block(target: Shell, files: dict[str, Path], module: dict[str, str]) -> BlockConfig:
     """The block's shape. Raises UserError for heads of another size and for scaled RoPE."""
 
     def rows(ours: str) -> int:
@@ -215,7 +215,7 @@ def _block(target: Target, files: dict[str, Path], module: dict[str, str]) -> Bl
 
 
 @torch.no_grad()
-def _offset(target: Target) -> bool:
+def _offset(target: Shell) -> bool:
     """Whether the target's norms multiply by 1 + weight (Gemma, Qwen3-Next), told by its last."""
     weight = cast(Tensor, target.norm.weight).float()
     x = torch.ones_like(weight)  # its root mean square is 1

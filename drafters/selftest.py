@@ -9,7 +9,9 @@ They share a prompt and a root and then part, so that together they are the two 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +24,8 @@ from draftsmith.drafters.attention import (
     tree_step,
 )
 from draftsmith.drafters.cache import Slab
-
-if TYPE_CHECKING:
-    from draftsmith.drafters.causal_lm import CausalLM
-    from draftsmith.drafters.chain_cache import ChainCache
+from draftsmith.drafters.causal_lm import CausalLM
+from draftsmith.drafters.chain_cache import ChainCache
 
 PROMPT = 9  # tokens; the root is the next
 ROOM = PROMPT + 6  # slots that `slab_gap` needs
@@ -56,6 +56,26 @@ def probe_logits(hf: Any) -> Tensor:
 def allowed(reference: Tensor) -> float:
     """How far our logits may lie from the reference: rounding in its dtype."""
     return _TOLERANCE.get(reference.dtype, 0.5) * max(1.0, reference.abs().max().item() / 10)
+
+
+def misread(hf: Any) -> str:
+    """How far our attention misreads an HF model, in words; "" where it does not."""
+    reference = probe_logits(hf)
+    slab = Slab(1, ROOM, hf.device)
+    gap, words = outcome(lambda: slab_gap(CausalLM(hf), reference, slab))
+    return "" if gap <= allowed(reference) else words
+
+
+def outcome(check: Callable[[], float]) -> tuple[float, str]:
+    """(largest logit difference, the same in words)."""
+    try:
+        gap = check()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever the code of a family that was never tried here raises
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        return math.inf, f"cannot be had ({reason})"
+    return gap, f"differ from transformers' own by {gap:.3g}"
 
 
 @torch.no_grad()

@@ -7,7 +7,6 @@ assistant) does the same on the draft model's own cache.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,12 +27,12 @@ from draftsmith.drafters.base import (
 )
 from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.cache import Slab
-from draftsmith.drafters.causal_lm import CausalLM
+from draftsmith.drafters.causal_lm import CausalLM, cut
 from draftsmith.drafters.errors import LOAD_ERRORS, UserError, reason
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.sampling import Noise, Sampler
+from draftsmith.drafters.shell import Shell
 from draftsmith.drafters.source import resolve
-from draftsmith.drafters.target import Target
 from draftsmith.drafters.tokenizer_hash import tokenizer_hash
 from draftsmith.drafters.vocab import VocabMap
 
@@ -80,20 +79,18 @@ class Small(Drafter):
     rows_shared = True
     config: SmallConfig
 
-    def __init__(self, target: Target, config: SmallConfig) -> None:
-        """Raises UserError for layers the target lacks, or a checkpoint of another tokenizer."""
+    def __init__(self, target: Shell, config: SmallConfig) -> None:
+        """With weights made anew where they are the target's layers': `create` takes those.
+
+        Raises UserError for layers the target lacks, or a checkpoint of another tokenizer.
+        """
         if (config.layers is None) == (config.checkpoint is None):
             raise UserError("small: give either layers (to prune the target) or checkpoint")
         if config.checkpoint is not None and config.embeddings is not None:
             raise UserError("embeddings: a checkpoint has its own; leave the key out")
         super().__init__(target, config)
         if config.layers is not None:
-            if not target.trees:
-                raise UserError(
-                    f"layers: those of {type(target.hf).__name__} need their own attention and "
-                    "cannot be a draft model here; use another family, or checkpoint"
-                )
-            hf = _prune(target, config.layers, config.embeddings or "shared")
+            hf = _pruned(target, config.layers, config.embeddings or "shared")
         else:
             hf, self.config = _from_checkpoint(target, config)
         hf.requires_grad_(True)
@@ -102,6 +99,16 @@ class Small(Drafter):
         size = self.lm.vocab_size
         if size < target.vocab_size:
             self.vocab = VocabMap(target.vocab_size, torch.arange(size)).to(target.device)
+
+    @classmethod
+    def create(cls, target: Shell, config: SmallConfig, counts: Tensor | None = None) -> Small:
+        """A draft model with the target's own layers, or with a checkpoint's."""
+        drafter = cls(target, config)
+        if config.layers is not None:
+            states = target.layer_states(config.layers)
+            for layer, state in zip(drafter.lm.layers, states, strict=True):
+                layer.load_state_dict(state)
+        return drafter
 
     def _apply(self, fn: Any, recurse: bool = True) -> Drafter:
         """Leaves shared embeddings as the target has them: of a spread one, its hooks send their
@@ -164,30 +171,16 @@ class Small(Drafter):
         return proposal
 
 
-def _prune(target: Target, layers: list[int], embeddings: str) -> Any:
-    """An HF model of the target's class with the chosen layers, its weights copied."""
+def _pruned(target: Shell, layers: list[int], embeddings: str) -> Any:
+    """An HF model of the target's class with the chosen layers, whose weights are yet to come."""
     for layer in layers:
         if not 0 <= layer < target.num_layers:
             raise UserError(f"layers: {layer} is not in 0..{target.num_layers - 1}")
     if not layers:
         raise UserError("layers: keep at least one layer")
-    for layer in layers:
-        weights = next(target.layers[layer].parameters())
-        if weights.is_meta and not target.embedding.weight.is_meta:
-            raise UserError(
-                f"layers: device_map leaves the target's layer {layer} without a device, so it "
-                "cannot be copied; give it one, or name a checkpoint"
-            )
-    config = copy.deepcopy(target.hf.config)
-    text = config.get_text_config()
-    for name, value in vars(text).items():  # layer_types and the like: one entry a layer
-        if isinstance(value, list) and len(value) == target.num_layers:
-            setattr(text, name, [value[i] for i in layers])
-    text.num_hidden_layers = len(layers)
+    config = cut(target.hf.config, layers)
     hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(target.device)
     small = CausalLM(hf)
-    for own, kept in zip(small.layers, layers, strict=True):
-        own.load_state_dict(target.layers[kept].state_dict())
     small.norm.load_state_dict(target.norm.state_dict())
     if embeddings == "shared":
         hf.set_input_embeddings(target.embedding)
@@ -198,7 +191,7 @@ def _prune(target: Target, layers: list[int], embeddings: str) -> Any:
     return hf
 
 
-def _from_checkpoint(target: Target, config: SmallConfig) -> tuple[Any, SmallConfig]:
+def _from_checkpoint(target: Shell, config: SmallConfig) -> tuple[Any, SmallConfig]:
     """The HF model of config.checkpoint, and the config that can build it again."""
     if config.architecture is not None:
         about = AutoConfig.for_model(**config.architecture)
@@ -218,12 +211,9 @@ def _from_checkpoint(target: Target, config: SmallConfig) -> tuple[Any, SmallCon
             f"checkpoint: {config.checkpoint} has another tokenizer than the target "
             f"{target.source.spec}; a draft model must share it"
         )
-    reference = selftest.probe_logits(hf)
-    slab = Slab(1, selftest.ROOM, hf.device)
-    gap = selftest.slab_gap(CausalLM(hf), reference, slab)
-    if not gap <= selftest.allowed(reference):
+    if words := selftest.misread(hf):
         raise UserError(
             f"checkpoint: {config.checkpoint} ({type(hf).__name__}) cannot be read through "
-            f"draftsmith's attention (logits differ by {gap:.3g}); use a model of another family"
+            f"draftsmith's attention (logits {words}); use a model of another family"
         )
     return hf, config.model_copy(update={"architecture": hf.config.to_dict()})

@@ -41,24 +41,25 @@ class Source:
     kind: Literal["hub", "folder", "gguf"]
 
 
-def resolve(spec: str, weights: bool = True) -> Source:
+def resolve(spec: str, weights: bool = True, body: bool = True) -> Source:
     """Finds the model that `spec` names (forms: see the top), converting a GGUF the first time.
 
     weights False asks for its config alone: those of a folder or hub model may be missing, and the
-    revision is then "unknown". Raises UserError: no such model, weights missing or cut short,
-    package not installed, cache unwritable, disk too small.
+    revision is then "unknown". body False asks for the target's shell: of a GGUF that was not
+    converted yet, only what stands outside of the layers is. Raises UserError: no such model,
+    weights missing or cut short, package not installed, cache unwritable, disk too small.
     """
     text = ALIASES.get(spec, spec)
     try:
         if text.startswith("package:"):
-            return _gguf(spec, in_package(spec, text.removeprefix("package:")))
+            return _gguf(spec, in_package(spec, text.removeprefix("package:")), body)
         # os.path: unlike pathlib these never raise, whatever the text.
         path = Path(os.path.abspath(os.path.expanduser(text)))
         if text and os.path.isdir(path):
             revision = folder_revision(spec, path) if weights else check_config(spec, path)
             return Source(spec, str(path), revision, "folder")
         if text.lower().endswith(".gguf"):
-            return _gguf(spec, path)
+            return _gguf(spec, path, body)
         if text and os.path.isfile(path):
             raise model_error(spec, "is a file, but no .gguf; name a folder, a .gguf or a hub id")
     except PermissionError as error:
@@ -84,8 +85,8 @@ def gguf_file(spec: str) -> Path | None:
     return path if text.lower().endswith(".gguf") and path.is_file() else None
 
 
-def _gguf(spec: str, file: Path) -> Source:
-    folder, revision = converted_gguf(spec, file)
+def _gguf(spec: str, file: Path, body: bool) -> Source:
+    folder, revision = converted_gguf(spec, file, body)
     return Source(spec, str(folder), revision, "gguf")
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
@@ -26,9 +25,9 @@ from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.cache import Slab
 from draftsmith.drafters.causal_lm import CausalLM, Tap, TargetOutput
 from draftsmith.drafters.chain_cache import ChainCache, RowCache
-from draftsmith.drafters.errors import LOAD_ERRORS, UserError, reason
+from draftsmith.drafters.errors import LOAD_ERRORS, UserError
+from draftsmith.drafters.shell import Shell, defaults, needs_own_attention, unloadable
 from draftsmith.drafters.source import Source, resolve
-from draftsmith.drafters.tokenizer_hash import template_hash, tokenizer_hash
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +35,8 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # by 
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # by version and family
 
 
-class Target(CausalLM):
-    """A frozen causal LM with its tokenizer: eval mode, no gradients.
+class Target(CausalLM, Shell):
+    """A frozen causal LM with its tokenizer, shell and body: eval mode, no gradients.
 
     trees: whether it is read through our attention and the slab. Where it is not, it takes chains
     on the cache that `cache` gives, through `chain_step`, and any batch that `read` is given.
@@ -47,13 +46,9 @@ class Target(CausalLM):
         """Raises UserError for a family that no way of reading gives the right logits of."""
         reference = selftest.probe_logits(hf)
         self._experts, self._experts_as_loaded = "as loaded", hf.get_experts_implementation()
-        super().__init__(hf)
-        self.tokenizer = tokenizer
+        super().__init__(hf, tokenizer, source)
         self.quantised = ""  # by which method its checkpoint is, and how it is read here
         self.own_dtype = self.dtype  # its checkpoint's
-        self.requires_grad_(False)
-        self.eval()
-        self.source = source
         self._prove(reference)
         self.become(source)
 
@@ -74,8 +69,7 @@ class Target(CausalLM):
         """
         transformers_logging.disable_progress_bar()  # a bar for every load drowns our own lines
         source = resolve(spec)
-        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        choice: Any = dtype or (torch.float32 if device.type == "cpu" else "auto")
+        device, choice = defaults(device, dtype)
         try:
             # Straight to its place: quantised weights cannot be moved afterwards.
             place = spread or {"": device}
@@ -83,8 +77,7 @@ class Target(CausalLM):
             tokenizer = AutoTokenizer.from_pretrained(source.path)
             config = AutoConfig.from_pretrained(source.path)
         except LOAD_ERRORS as error:
-            text = f"target {spec}: transformers cannot load it ({reason(error)})"
-            raise UserError(text) from None
+            raise unloadable(spec, error) from None
         for part in (hf.get_input_embeddings(), hf.get_output_embeddings()):
             if part.weight.is_meta:
                 raise UserError(
@@ -101,35 +94,17 @@ class Target(CausalLM):
             out.quantised = f"{method}, {how}"
         return out
 
-    def become(self, source: Source) -> None:
-        """Goes by the name of `source`, which holds the weights as they are now."""
-        self.source = source
-        self._identity = {
-            "spec": source.spec,
-            "revision": source.revision,
-            "tokenizer_hash": tokenizer_hash(self.tokenizer),
-            "template_hash": template_hash(self.tokenizer),
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "num_layers": self.num_layers,
-        }
-        if record := getattr(self.hf.config, "adapted_from", None):
-            self._identity["adapted_from"] = record
-
-    def identity(self) -> dict[str, Any]:
-        """What names this target in manifests and checkpoints.
-
-        With "adapted_from" where `train/adapt.py` made it: see there.
-        """
-        return dict(self._identity)
-
-    @property
-    def eos_ids(self) -> list[int]:
-        """The tokens that end a text, from the generation config."""
-        ids = self.hf.generation_config.eos_token_id
-        if ids is None:
-            ids = self.config.eos_token_id
-        return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    def layer_states(self, layers: Sequence[int]) -> list[dict[str, Tensor]]:
+        """The body's own, as they are now. Raises UserError for layers that no device holds."""
+        if not self.trees:
+            raise needs_own_attention(self.hf)
+        for layer in layers:
+            if next(self.layers[layer].parameters()).is_meta:
+                raise UserError(
+                    f"layers: device_map leaves the target's layer {layer} without a device, so it "
+                    "cannot be copied; give it one, or name a checkpoint"
+                )
+        return [self.layers[layer].state_dict() for layer in layers]
 
     def fit_experts(self, tokens: int) -> None:
         """Experts by batched_mm, which reads nothing on the host, for a forward of few tokens.
@@ -236,7 +211,7 @@ class Target(CausalLM):
         """Settles `trees` by the reference logits; UserError where no way of reading gives them."""
         bound = selftest.allowed(reference)
         slab = Slab(1, selftest.ROOM, self.device)
-        gap, ours = _outcome(lambda: selftest.slab_gap(self, reference, slab))
+        gap, ours = selftest.outcome(lambda: selftest.slab_gap(self, reference, slab))
         self._slot_bytes = slab.slot_bytes
         if gap <= bound:
             return
@@ -249,7 +224,7 @@ class Target(CausalLM):
         if self._cache_name is None:
             raise UserError(f"{problem}, and {family} takes no cache; it is not supported")
         cache = self._chain_cache(2)
-        gap, own = _outcome(lambda: selftest.chain_gap(self, reference, cache))
+        gap, own = selftest.outcome(lambda: selftest.chain_gap(self, reference, cache))
         self._slot_bytes = cache.slot_bytes
         if not gap <= bound:
             raise UserError(
@@ -267,18 +242,6 @@ class Target(CausalLM):
     def _chain_cache(self, rows: int) -> ChainCache:
         caches = [RowCache(self.config, self._run_own) for _ in range(rows)]
         return ChainCache(caches, self.device)
-
-
-def _outcome(check: Callable[[], float]) -> tuple[float, str]:
-    """(largest logit difference, the same in words)."""
-    try:
-        gap = check()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # whatever the code of a family that was never tried here raises
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        return math.inf, f"cannot be had ({reason})"
-    return gap, f"differ from transformers' own by {gap:.3g}"
 
 
 def _joined(parts: list[TargetOutput], dim: int) -> TargetOutput:

@@ -25,7 +25,6 @@ from draftsmith.eval.subject import (
     Steps,
     Subject,
     divergence,
-    policies,
     top_gap,
 )
 
@@ -78,7 +77,7 @@ def text_steps(subject: Subject) -> Steps:
 
                 yield f"{name}: transformers' text", drafted(of, "rehearsed", policy, sampler, rows)
         for name, drafter in subject.drafters.items():
-            for policy in policies(drafter):
+            for policy in subject.policies(drafter):
                 if policy.sampled and not (sampler.greedy or drafter.deterministic):
                     continue  # its drafts are drawn: the law is the target's, the tokens are not
                 label = f"{policy}, T={sampler.temperature:g}, batch {len(subject.prompts)}, {name}"
@@ -145,7 +144,7 @@ def _inside(text: Text) -> list[int]:
 def _ends_inside(subject: Subject, knowing: Callable[[Sampler], Drafter]) -> Outcome:
     """An accepted draft becomes an end token: nothing after it may be kept."""
     tried = []
-    for policy in policies(knowing(GREEDY)):
+    for policy in subject.policies(knowing(GREEDY)):
         found = _first_inside(subject, knowing, policy)
         if found is None:
             return False, f"{policy}: no text has a token that first comes inside a block"

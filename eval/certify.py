@@ -16,7 +16,7 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.eval.certified_texts import half_precision, text_steps
 from draftsmith.eval.evaluate import read_texts, replay_of
 from draftsmith.eval.rulebook import EXACT, WRONG, rule_errors, wrong_rule_errors
-from draftsmith.eval.subject import GREEDY, WARM, Outcome, Steps, Subject, policies
+from draftsmith.eval.subject import GREEDY, WARM, Outcome, Steps, Subject
 
 
 @dataclass
@@ -64,7 +64,7 @@ def rule_steps() -> Steps:
 def parity_steps(subject: Subject) -> Steps:
     """Counted against replayed, for every drafter, rule and temperature it can have."""
     for name, drafter in subject.drafters.items():
-        for policy in policies(drafter):
+        for policy in subject.policies(drafter):
             for sampler in (GREEDY, WARM):
                 drawn = policy.sampled and not (sampler.greedy or drafter.deterministic)
                 for rule in (False, True) if policy.is_chain and drawn else (False,):

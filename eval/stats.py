@@ -17,8 +17,8 @@ from torch import Tensor
 
 from draftsmith.drafters.base import Drafter, Unroll
 from draftsmith.drafters.batch import Alignment, Batch
-from draftsmith.drafters.causal_lm import CausalLM
 from draftsmith.drafters.sampling import Sampler
+from draftsmith.drafters.shell import Shell
 from draftsmith.drafters.vocab import VocabMap
 from draftsmith.eval.laws import TargetLaw, measure, slope
 
@@ -48,7 +48,7 @@ class RowStats:
 
 
 def row_stats(
-    target: CausalLM,
+    target: Shell,
     final: Tensor,
     draft_logits: Tensor,
     token: Tensor,

@@ -81,6 +81,13 @@ class Subject:
             self._written[key] = texts
         return texts
 
+    def policies(self, drafter: Drafter) -> list[Policy]:
+        """The chain and the tree that a drafter is tried with."""
+        k = min(4, drafter.longest or 4)
+        able = drafter.trees and self.target.trees
+        trees = [Tree(min(k, 3), budget=8, branch=4)] if able else []
+        return [Policy(k), *trees]
+
     @property
     def all(self) -> list[int]:
         return list(range(len(self.prompts)))
@@ -101,14 +108,6 @@ def untouched(target: Target) -> Any:
     """The target's weights in a transformers model of their own, in fp32."""
     hf = AutoModelForCausalLM.from_pretrained(target.source.path, dtype=torch.float32)
     return hf.eval().to(target.device)
-
-
-def policies(drafter: Drafter) -> list[Policy]:
-    """The chain and the tree that a drafter is tried with."""
-    k = min(4, drafter.longest or 4)
-    able = drafter.trees and drafter.target.trees
-    trees = [Tree(min(k, 3), budget=8, branch=4)] if able else []
-    return [Policy(k), *trees]
 
 
 def divergence(ours: Sequence[int], theirs: Sequence[int]) -> int | None:

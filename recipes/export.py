@@ -86,7 +86,7 @@ def export_checkpoint(asked: Request) -> tuple[Path, str]:
         shutil.rmtree(scratch, ignore_errors=True)  # of an export that was killed
         scratch.mkdir(parents=True)
         export.write(asked.server, drafter, scratch, serving)
-        read_back = _read_back(drafter, scratch, asked.dtype)
+        read_back = _read_back(target, drafter, scratch, asked.dtype)
         written = card.card(asked.server, drafter, place, folder, serving, read_back)
         card.write(scratch, written)
         os.replace(scratch, folder)
@@ -128,16 +128,16 @@ def _name(place: Path) -> str:
 
 
 @torch.no_grad()
-def _read_back(drafter: Drafter, folder: Path, dtype: str) -> ReadBack:
+def _read_back(target: Target, drafter: Drafter, folder: Path, dtype: str) -> ReadBack:
     """Loads what was written and compares draft logits on held-out prompts.
 
     Raises UserError where they differ by more than rounding the weights explains.
     """
-    back = foreign.load(folder, drafter.target)
-    ids = max(encode(product_prompts("heldout")[:8], drafter.target), key=len)[:ROWS]
-    batch = batch_of([(ids, [True] * len(ids))], Sampler()).to(drafter.target.device)
+    back = foreign.load(folder, target)
+    ids = max(encode(product_prompts("heldout")[:8], target), key=len)[:ROWS]
+    batch = batch_of([(ids, [True] * len(ids))], Sampler()).to(target.device)
     taps = list(dict.fromkeys([*drafter.taps, *back.taps]))
-    batch = drafter.target.read(batch, taps)
+    batch = target.read(batch, taps)
     ours, theirs = _logits(drafter, batch), _logits(back, batch)
     if ours.shape != theirs.shape:
         raise UserError(f"{folder}: read back as another drafter; this is a bug in draftsmith")

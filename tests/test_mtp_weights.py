@@ -190,7 +190,7 @@ def test_several_modules(tmp_path: Path) -> None:
         assert made.weights()[f"layers.{i}.eh_proj.weight"].equal(truth["eh_proj.weight"])
     assert made.longest == 2
     with pytest.raises(UserError, match=r"modules: 3, but .* ships 2 MTP module\(s\); lower it"):
-        Mtp(target, MtpConfig(init="target", modules=3))
+        Mtp.create(target, MtpConfig(init="target", modules=3))
 
 
 def test_the_targets_own_revision_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,5 +251,5 @@ def test_modules_that_no_block_here_can_hold(
     """One line, before any weights are read."""
     target = checkpoint(tmp_path, "Llama", extra, **config)
     with pytest.raises(UserError, match=words) as error:
-        Mtp(target, MtpConfig(init="target"))
+        Mtp.create(target, MtpConfig(init="target"))
     assert "\n" not in str(error.value) and "use init: fresh" in str(error.value)

@@ -14,7 +14,8 @@ from draftsmith.drafters.base import Drafter, family
 from draftsmith.drafters.causal_lm import CausalLM
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.layers import SelfAttention
-from draftsmith.drafters.source import resolve
+from draftsmith.drafters.shell import Shell
+from draftsmith.drafters.source import Source, resolve
 from draftsmith.train import adapters, storage
 from draftsmith.train.lora import linears
 from draftsmith.train.packing import Stream, teaching
@@ -66,11 +67,11 @@ class Outline:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self.config = _config(recipe.target)
+        source, self.config = _config(recipe.target)
         with torch.device("meta"):
             self.target = CausalLM(AutoModelForCausalLM.from_config(self.config))
-            self.target.requires_grad_(False)
-            self.drafter, self.trained = outlined_drafter(recipe, self.target)
+            shell = Shell(self.target.hf, None, source)
+            self.drafter, self.trained = outlined_drafter(recipe, shell)
         # Bytes of the drafter as it is stored: whole, whatever share of it is trained.
         self.stored = sum(t.numel() * t.itemsize for t in self.drafter.weights().values())
         self.adapted = list(adapters.linears(self.target).values()) if recipe.adapt else []
@@ -113,20 +114,20 @@ def _count(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _config(spec: str) -> Any:
+def _config(spec: str) -> tuple[Source, Any]:
     source = resolve(spec, weights=False)
     try:
-        return AutoConfig.from_pretrained(source.path)
+        return source, AutoConfig.from_pretrained(source.path)
     except (OSError, ValueError, KeyError) as error:
         line = str(error).strip().splitlines()[0]
         raise UserError(f"target {spec}: transformers cannot read its config ({line})") from None
 
 
-def outlined_drafter(recipe: Recipe, target: Any) -> tuple[Drafter, int]:
+def outlined_drafter(recipe: Recipe, target: Shell) -> tuple[Drafter, int]:
     """The drafter, on the meta device, and how many of its parameters are trained."""
     settings: Any = recipe.drafter_config()
     if getattr(settings, "checkpoint", None):  # its weights are not wanted
-        about = _config(settings.checkpoint).to_dict()
+        about = _config(settings.checkpoint)[1].to_dict()
         settings = settings.model_copy(update={"architecture": about})
     drafter = family(recipe.drafter)(target, settings)
     if recipe.lora:

@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, TemplateError, meta
 
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.shell import Shell
 from draftsmith.train.prompts import Prompt, Unusable
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 _REFUSALS = (TemplateError, TypeError, ValueError, KeyError, AttributeError)
 
 
-def encode(prompts: Sequence[Prompt], target: Target) -> list[list[int]]:
+def encode(prompts: Sequence[Prompt], target: Shell) -> list[list[int]]:
     """Each prompt's token ids up to its first answer, with the generation prompt.
 
     Raises UserError: the tokenizer has no chat template or it refuses the conversation, a prompt
@@ -40,7 +40,7 @@ def encode(prompts: Sequence[Prompt], target: Target) -> list[list[int]]:
     return out
 
 
-def check_template(prompts: Iterable[Prompt], target: Target) -> None:
+def check_template(prompts: Iterable[Prompt], target: Shell) -> None:
     """Raises UserError where prompts need a chat template and the tokenizer has none."""
     if any(p.messages is not None for p in prompts) and not target.tokenizer.chat_template:
         raise UserError(
@@ -49,7 +49,7 @@ def check_template(prompts: Iterable[Prompt], target: Target) -> None:
         )
 
 
-def opening(prompt: Prompt, target: Target) -> list[int]:
+def opening(prompt: Prompt, target: Shell) -> list[int]:
     """One prompt's token ids, up to the first answer. Raises Unusable."""
     if prompt.messages is not None:
         ids = encoded(target, rendered(target, prompt, prompt.messages))
@@ -66,7 +66,7 @@ def opening(prompt: Prompt, target: Target) -> list[int]:
 
 
 def rendered(
-    target: Target, prompt: Prompt, messages: Sequence[Mapping[str, Any]], ask: bool = True
+    target: Shell, prompt: Prompt, messages: Sequence[Mapping[str, Any]], ask: bool = True
 ) -> str:
     """Messages as the template writes them; ask: with the generation prompt. Raises Unusable."""
     try:
@@ -80,7 +80,7 @@ def rendered(
         raise Unusable("the chat template refuses it", " ".join(str(error).split())) from None
 
 
-def encoded(target: Target, text: str) -> list[int]:
+def encoded(target: Shell, text: str) -> list[int]:
     """Token ids of text that a template wrote: it carries its own special tokens."""
     return list(target.tokenizer(text, add_special_tokens=False).input_ids)
 
@@ -106,7 +106,7 @@ def _untagged(template: str) -> str:
     return re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
 
 
-def misfit(prompt: Prompt, target: Target, reads: set[str], control: re.Pattern[str]) -> None:
+def misfit(prompt: Prompt, target: Shell, reads: set[str], control: re.Pattern[str]) -> None:
     """Raises Unusable for what the template would leave out, or mistake for its own marks.
 
     reads, control: `names_read` and `control_tokens` of the tokenizer.

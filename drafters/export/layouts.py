@@ -18,7 +18,7 @@ from draftsmith.drafters.eagle import Eagle
 from draftsmith.drafters.eagle1 import Eagle1
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.layers import BlockConfig
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.shell import Shell
 
 
 def save(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -38,7 +38,7 @@ def named(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def llama_body(block: BlockConfig, target: Target, length: int) -> dict[str, Any]:
+def llama_body(block: BlockConfig, target: Shell, length: int) -> dict[str, Any]:
     """A Llama config of one layer: the block's own rope, and positions up to the longest text.
 
     rope_theta stands twice, as transformers 4 and 5 name it.
@@ -105,7 +105,7 @@ def check_eagle3(drafter: Eagle, server: str, lowest: int = 0) -> None:
         )
 
 
-def check_embeddings(target: Target, server: str, remedy: str) -> None:
+def check_embeddings(target: Shell, server: str, remedy: str) -> None:
     """Raises UserError for a target that scales its embeddings, where the server shares the bare
     table with the head."""
     if scales_embeddings(target):
@@ -187,12 +187,12 @@ def eagle1_tensors(drafter: Eagle1) -> dict[str, Tensor]:
     return out | layer_tensors(drafter, "layers.0")
 
 
-def scales_embeddings(target: Target) -> bool:
+def scales_embeddings(target: Shell) -> bool:
     """Whether what the layers read is not simply a row of the embedding's table."""
     some = torch.arange(min(8, target.vocab_size), device=target.device)
     return not torch.equal(target.embedding(some), target.embedding.weight[some])
 
 
-def embedded(target: Target) -> Tensor:
+def embedded(target: Shell) -> Tensor:
     """What the target's layers read for every token (V, H)."""
     return target.embedding(torch.arange(target.vocab_size, device=target.device))

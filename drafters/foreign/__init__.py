@@ -25,10 +25,10 @@ from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.foreign import files
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.shell import Shell
 
 
-def load(path: Path, target: Target) -> Drafter:
+def load(path: Path, target: Shell) -> Drafter:
     """The drafter in a folder or GGUF of any known format, as it is served: on the target's device,
     in its dtype.
 
@@ -37,7 +37,7 @@ def load(path: Path, target: Target) -> Drafter:
     return read(path, target).to(target.device, target.dtype).eval()
 
 
-def read(path: Path, target: Target) -> Drafter:
+def read(path: Path, target: Shell) -> Drafter:
     """The drafter in a folder or GGUF of any known format, its own weights in fp32.
 
     Raises UserError for a format or setting that draftsmith does not have, for tensors that are

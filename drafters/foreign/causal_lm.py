@@ -9,16 +9,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from draftsmith.drafters.errors import LOAD_ERRORS, UserError, reason
+from draftsmith.drafters.shell import Shell
 from draftsmith.drafters.small import Small, SmallConfig
-from draftsmith.drafters.target import Target
 
 
-def read(folder: Path, about: dict[str, Any], target: Target) -> Small:
+def read(folder: Path, about: dict[str, Any], target: Shell) -> Small:
     """See `foreign.load`; it must have the target's tokenizer."""
     return Small(target, SmallConfig(checkpoint=str(folder)))
 
 
-def read_gguf(file: Path, head_dim: int, target: Target) -> Small:
+def read_gguf(file: Path, head_dim: int, target: Shell) -> Small:
     """A draft model as llama.cpp stores it. transformers dequantises it and settles the names; of
     some families it leaves the heads' size to be told."""
     try:

@@ -14,10 +14,10 @@ from draftsmith.drafters.eagle1 import Eagle1, Eagle1Config
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.foreign.eagle3 import layer, llama_block
 from draftsmith.drafters.foreign.files import Tensors
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.shell import Shell
 
 
-def read(folder: Path, about: dict[str, Any], target: Target) -> Eagle1:
+def read(folder: Path, about: dict[str, Any], target: Shell) -> Eagle1:
     """See `foreign.load`."""
     block = llama_block(folder / "config.json", about)
     try:

@@ -19,11 +19,11 @@ from draftsmith.drafters.eagle import Eagle, EagleConfig
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.foreign.files import Tensors
 from draftsmith.drafters.layers import BlockConfig
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.shell import Shell
 from draftsmith.drafters.vocab import VocabMap
 
 
-def read(folder: Path, about: dict[str, Any], target: Target) -> Eagle:
+def read(folder: Path, about: dict[str, Any], target: Shell) -> Eagle:
     """See `foreign.load`."""
     where = folder / "config.json"
     speculators = "speculators_model_type" in about
@@ -102,7 +102,7 @@ def llama_block(where: Path, shape: dict[str, Any]) -> BlockConfig:
     )
 
 
-def _taps(where: Path, about: dict[str, Any], shape: dict[str, Any], target: Target) -> list[int]:
+def _taps(where: Path, about: dict[str, Any], shape: dict[str, Any], target: Shell) -> list[int]:
     """Layer ids as we count them. Raises UserError where the two ways of writing them disagree."""
     outer = about.get("eagle_aux_hidden_state_layer_ids")
     inner = about.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftsmith.drafters.errors import UserError, reason
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.shell import Shell
 
 PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt")
 # What torch.load raises for an empty file, one cut short, and one that is no pickle.
@@ -117,7 +117,7 @@ class Tensors:
                 "drafter would differ from the one that was trained"
             )
 
-    def take_embeddings(self, target: Target) -> None:
+    def take_embeddings(self, target: Shell) -> None:
         """Takes embed_tokens.weight, where it is stored; it must be the target's, which our heads
         read. Raises UserError where it is not."""
         name = "embed_tokens.weight"
@@ -131,7 +131,7 @@ class Tensors:
             )
 
 
-def same_embeddings(stored: Tensor, target: Target) -> bool:
+def same_embeddings(stored: Tensor, target: Shell) -> bool:
     """Whether a table (V, H) holds what the target's layers read, but for its dtype's rounding."""
     theirs = target.embedding(torch.arange(target.vocab_size, device=target.device)).cpu()
     return torch.allclose(stored.float(), theirs.float(), rtol=1e-2, atol=1e-4)

@@ -22,7 +22,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.foreign import causal_lm
 from draftsmith.drafters.foreign.files import Settings, gguf_in, same_embeddings
 from draftsmith.drafters.layers import BlockConfig
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.shell import Shell
 
 _BLOCK = {
     "attn_norm": "input_layernorm",
@@ -38,7 +38,7 @@ _BLOCK = {
 }
 
 
-def read(path: Path, about: dict[str, Any], target: Target) -> Drafter:
+def read(path: Path, about: dict[str, Any], target: Shell) -> Drafter:
     """See `foreign.load`."""
     file = gguf_in(path)
     assert file is not None
@@ -72,7 +72,7 @@ def _tensors(reader: GGUFReader) -> dict[str, Tensor]:
     return out
 
 
-def _eagle3(file: Path, keys: Settings, tensors: dict[str, Tensor], target: Target) -> Eagle:
+def _eagle3(file: Path, keys: Settings, tensors: dict[str, Tensor], target: Shell) -> Eagle:
     def key(name: str) -> Any:
         return keys[f"eagle3.{name}"]
 

@@ -19,10 +19,10 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.foreign.files import Tensors
 from draftsmith.drafters.heads import HeadsConfig
 from draftsmith.drafters.medusa import Medusa
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.shell import Shell
 
 
-def read(folder: Path, about: dict[str, Any], target: Target) -> Medusa:
+def read(folder: Path, about: dict[str, Any], target: Shell) -> Medusa:
     """See `foreign.load`."""
     heads = about["medusa_num_heads"] if "medusa_num_heads" in about else about["num_heads"]
     layers = about.get("medusa_num_layers", about.get("num_hidden_layers", 1))

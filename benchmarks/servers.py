@@ -22,7 +22,7 @@ from common import HERE, cell, markdown, number
 
 from draftsmith.drafters.target import Target
 from draftsmith.eval.servers import tools
-from draftsmith.eval.servers.serving import FORMS
+from draftsmith.eval.servers.serving import KINDS
 from draftsmith.recipes.export import Request, export_checkpoint
 from draftsmith.recipes.serve_check import Settings, measure
 
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="e.g. eagle-vllm: one cell")
     arguments = parser.parse_args()
     rows, commands = [], []
-    cells = [(server, name, "greedy") for server in FORMS for name in ("eagle", "small")]
+    cells = [(server, name, "greedy") for server in KINDS for name in ("eagle", "small")]
     cells += [("vllm", name, "sampled") for name in ("eagle", "small")]
     for server, name, drafts in cells:
         label = f"{name}-{server}" + ("-sampled" if drafts == "sampled" else "")
@@ -78,12 +78,12 @@ def served(checkpoint: Path, server: str, drafts: str) -> dict[str, Any]:
         gguf = None
         if server == "llama.cpp":
             gguf = tools.target_gguf(Target.load("smollm2").source)
-        export_checkpoint(Request(checkpoint, FORMS[server], export, k=K, target_gguf=gguf))
+        export_checkpoint(Request(checkpoint, server, export, k=K, target_gguf=gguf))
         found = measure(
             Settings(export, server, None, checkpoint, None, PROMPTS, K, drafts, TOKENS, SEED)
         )
         found["server"]["command"] = found["server"]["command"].replace(folder, "TMP")
-    return found | {"export": f"TMP/export (--to {FORMS[server]})"}
+    return found | {"export": f"TMP/export (--to {server})"}
 
 
 def lines(found: dict[str, Any], name: str, entry: dict[str, Any]) -> list[list[object]]:

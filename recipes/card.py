@@ -13,8 +13,9 @@ from typing import Any
 
 import yaml
 
+from draftsmith.drafters import export
 from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.export import Serving, drafting, server
+from draftsmith.drafters.export import Serving
 from draftsmith.eval import report as pages
 from draftsmith.eval.evaluate import count_parameters
 from draftsmith.eval.provenance import provenance
@@ -35,13 +36,13 @@ def card(
     name: str, drafter: Drafter, place: Path, folder: Path, serving: Serving, read_back: ReadBack
 ) -> dict[str, Any]:
     """card.json. place: the checkpoint; folder: where the export will lie."""
-    chosen, target = server(name), drafter.target
+    chosen, target = export.server(name), drafter.target
     run = place.resolve().parent
     recipe = run / "recipe.yaml"
     told = yaml.safe_load(recipe.read_text()) if recipe.is_file() else {}
     return {
         "format": 1,
-        "server": {"format": name, "name": chosen.NAME, "version": chosen.VERSION},
+        "server": {"name": name, "version": chosen.version},
         "target": target.identity(),
         "drafter": {
             "family": drafter.family,
@@ -57,13 +58,13 @@ def card(
             "k": serving.k,
             "max_positions": serving.length,
             "dtype": str(serving.dtype).removeprefix("torch."),
-            "drafts": drafting(name, drafter, serving),
+            "drafts": chosen.drafting(drafter, serving),
             "command": chosen.command(drafter, folder, serving),
         },
         "verified": {
             "read_back": vars(read_back),
             "layout": "files of this form were run with this version; these were not yet"
-            if chosen.RUN
+            if chosen.run
             else "layout checked against its source, not run",
             "served": "not by this command; run `draftsmith serve-check`",
         },
@@ -179,6 +180,6 @@ def _drafts(about: dict[str, Any]) -> str:
     else:
         which = f"the first tau: by it {name} draws drafts from q, accepted with chance min(1, p/q)"
         cut = sampler.get("top_k", 0) > 0 or sampler.get("top_p", 1.0) < 1
-        if cut and server["format"] in ("vllm", "sglang"):
+        if cut and not export.server(server["name"]).cuts:
             which += " (q without top-k and top-p, which it leaves out: not exactly that tau)"
     return f"At temperature {temperature:g} the command below yields {which}.\n\n"

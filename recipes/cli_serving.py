@@ -14,13 +14,11 @@ commands = typer.Typer()
 
 @commands.command(
     epilog="Example: draftsmith export runs/smol-eagle3/best --to vllm --output exports/smol-vllm; "
-    "for llama.cpp: draftsmith export runs/smol-eagle3/best --to gguf"
+    "for llama.cpp: draftsmith export runs/smol-eagle3/best --to llama.cpp"
 )
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder.")],
-    to: Annotated[
-        str, typer.Option(help="vllm, sglang, tensorrt-llm, gguf (llama.cpp) or transformers.")
-    ],
+    to: Annotated[str, typer.Option(help="vllm, sglang, tensorrt-llm, llama.cpp or transformers.")],
     output: Annotated[
         Path | None, typer.Option(help="Folder to make; default: exports/RUN-SERVER.")
     ] = None,
@@ -31,7 +29,7 @@ def export(
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     target_gguf: Annotated[
-        Path | None, typer.Option(help="gguf: the target's GGUF, whose tokenizer is copied.")
+        Path | None, typer.Option(help="llama.cpp: the target's GGUF, whose tokenizer is copied.")
     ] = None,
     plain: Annotated[
         bool, typer.Option("--plain", help="vllm: EAGLE-3 in its original layout.")
@@ -78,9 +76,9 @@ def serve_check(
     A running server may serve nobody else meanwhile, and its counts are exact when it runs with
 
     \b
-    vLLM: --dtype float32 --max-num-seqs 1 --enforce-eager
+    vllm: --dtype float32 --max-num-seqs 1 --enforce-eager
       --no-enable-prefix-caching --generation-config vllm
-    llama-server: -np 1 -fa off -ctk f32 -ctv f32 -ctkd f32 -ctvd f32
+    llama.cpp: -np 1 -fa off -ctk f32 -ctv f32 -ctkd f32 -ctvd f32
       --spec-draft-p-min 0
     """
     from draftsmith.recipes.serve_check import Settings

@@ -20,13 +20,12 @@ from rich.table import Table
 from draftsmith.drafters import base, export
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.export import Draft
 from draftsmith.drafters.target import Target
 from draftsmith.eval.provenance import provenance
 from draftsmith.eval.servers import serving as servers
-from draftsmith.eval.servers import tools
 from draftsmith.eval.servers.check import TEMPERATURES, Answers, collect, report
-from draftsmith.eval.servers.client import Server
-from draftsmith.eval.servers.serving import Draft
+from draftsmith.eval.servers.client import Running
 from draftsmith.recipes.subjects import asked, check_file, check_room
 from draftsmith.train import checkpoint as checkpoints
 from draftsmith.train.template import encode
@@ -94,7 +93,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     subject = _subject(settings)
     prompts, draft = subject.prompts, subject.draft
 
-    def serve(with_draft: Draft | None, log: Path) -> AbstractContextManager[Server]:
+    def serve(with_draft: Draft | None, log: Path) -> AbstractContextManager[Running]:
         if settings.url:
             return nullcontext(servers.running(settings.server))
         length = subject.length
@@ -119,8 +118,8 @@ def measure(settings: Settings) -> dict[str, Any]:
         "server": {
             "kind": kind.name,
             "version": server.version,
-            "tested": kind.tested,
-            "patched": tools.vllm_patched() if command and kind.name == "vllm" else None,
+            "tested": kind.server.version,
+            "patched": kind.patched() if command else None,
             "exact": kind.exact,
             "command": shlex.join(command).replace(str(Path.home()), "~") or None,
         },
@@ -165,11 +164,11 @@ def _subject(settings: Settings) -> _Subject:
     draft = Draft(settings.export, about["family"], k, _drafts(settings, card))
     if not settings.url:
         servers.check(settings.server, draft.family, k)
-        made_for, wanted = card["server"]["format"], servers.FORMS[settings.server]
-        if made_for != wanted:
+        made_for = card["server"]["name"].lower()  # once cards said vLLM
+        if made_for != settings.server:
             raise UserError(
-                f"{settings.export}: made for {made_for}; export the checkpoint --to {wanted} to "
-                f"check it with {settings.server}"
+                f"{settings.export}: made for {made_for}; export the checkpoint --to "
+                f"{settings.server} to check it with that"
             )
     suite = asked(settings.prompts, settings.limit)
     spec = settings.target or about["target"].get("spec")
@@ -197,11 +196,10 @@ def _drafts(settings: Settings, card: dict[str, Any]) -> str:
 
 
 def _check_draws(server: str, drafter: Drafter, drafts: str) -> None:
-    form = export.server(servers.FORMS[server])
-    if drafts == "sampled" and not form.draws(drafter):
+    known = export.server(server)
+    if drafts == "sampled" and not known.draws(drafter):
         raise UserError(
-            f"--drafts: {form.NAME} {form.VERSION} takes {drafter.family} drafts greedily; give "
-            "--drafts greedy"
+            f"--drafts: {known} takes {drafter.family} drafts greedily; give --drafts greedy"
         )
 
 
@@ -214,7 +212,7 @@ def read_card(export: Path) -> dict[str, Any]:
         card = json.loads(path.read_text())
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON ({error}); export the checkpoint again") from None
-    for part, key in (("server", "format"), ("drafter", "checkpoint"), ("serving", "k")):
+    for part, key in (("server", "name"), ("drafter", "checkpoint"), ("serving", "k")):
         held = card.get(part) if isinstance(card, dict) else None
         if not isinstance(held, dict) or key not in held:
             raise UserError(f"{path}: has no {part}.{key}; export the checkpoint again")

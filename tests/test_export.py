@@ -28,7 +28,7 @@ from draftsmith.drafters import base, export, foreign
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch, align, batch_of
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.export import Serving, layouts
+from draftsmith.drafters.export import Serving, layouts, llama_cpp
 from draftsmith.drafters.layers import BlockConfig
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
@@ -84,7 +84,7 @@ def written(server: str, made: Drafter, folder: Path, **more: Any) -> Path:
     """The export's folder, within `folder`."""
     place = folder / "out"
     place.mkdir()
-    if server == "gguf":
+    if server == "llama.cpp":
         more["target_gguf"] = target_gguf(made.target, folder / "target.gguf")
     export.write(server, made, place, Serving("TARGET", K, 128, **more))
     return place
@@ -131,7 +131,7 @@ def by_rules(server: str, made: Drafter, place: Path, *where: Any) -> tuple[Tens
         return rules.eagle1(server, place, *where)
     if made.family == "medusa":
         return rules.medusa(place, *where)
-    if server == "gguf":
+    if server == "llama.cpp":
         return (rules.llama_cpp if made.family == "eagle" else rules.small_llama)(place, *where)
     taps = None
     if server == "tensorrt-llm":  # as the command line that is printed says
@@ -159,9 +159,9 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("sglang", "eagle", EAGLE | NEW, {}),
     ("sglang", "eagle1", {"family": "Qwen3"}, {}),
     ("tensorrt-llm", "eagle", EAGLE | {"norm_before_fc": True, "norm_output": True}, {}),
-    ("gguf", "eagle", EAGLE | {"norm_before_residual": True, "norm_before_fc": True}, {}),
-    ("gguf", "eagle", {"taps": [0, 1, 2], "family": "Gemma3"}, {}),
-    ("gguf", "small", {"layers": [0, 3]}, {}),
+    ("llama.cpp", "eagle", EAGLE | {"norm_before_residual": True, "norm_before_fc": True}, {}),
+    ("llama.cpp", "eagle", {"taps": [0, 1, 2], "family": "Gemma3"}, {}),
+    ("llama.cpp", "small", {"layers": [0, 3]}, {}),
 ]
 
 
@@ -173,14 +173,14 @@ def test_written_files_mean_the_drafter(
     check(server, drafter(name, **config), hf, tmp_path, **more)
 
 
-@pytest.mark.parametrize("server", ["vllm", "sglang", "tensorrt-llm", "transformers", "gguf"])
+@pytest.mark.parametrize("server", ["vllm", "sglang", "tensorrt-llm", "transformers", "llama.cpp"])
 def test_a_draft_model_is_an_ordinary_folder(server: str, tmp_path: Path) -> None:
     """Faults: a tied head written apart, our attention's name in the config."""
     for family, config in (("Llama", {}), ("Qwen3", {"embeddings": "own"})):
         made = drafter("small", family, layers=[0, 3], **config)
         (tmp_path / family).mkdir()
         place = written(server, made, tmp_path / family)
-        assert server == "gguf" or "draftsmith" not in (place / "config.json").read_text()
+        assert server == "llama.cpp" or "draftsmith" not in (place / "config.json").read_text()
         ours, again = logits(made), logits(foreign.load(place, made.target))
         for where, row in ours.items():
             torch.testing.assert_close(again[where], row, atol=1e-4, rtol=0)
@@ -247,21 +247,21 @@ def columns_in_the_order_given(patch: pytest.MonkeyPatch) -> None:
 
 
 def rows_not_interleaved(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(export.server("gguf"), "_interleaved", lambda weight, head_dim: weight)
+    patch.setattr(llama_cpp, "_interleaved", lambda weight, head_dim: weight)
 
 
 FAULTS: list[tuple[str, Callable[[pytest.MonkeyPatch], None]]] = [
     ("vllm", taps_off_by_one),
     ("sglang", taps_off_by_one),
-    ("gguf", taps_off_by_one),
+    ("llama.cpp", taps_off_by_one),
     ("vllm", ids_for_offsets),
     ("vllm", lambda patch: swapped("q", "k", patch)),
-    ("gguf", lambda patch: swapped("k", "v", patch)),
+    ("llama.cpp", lambda patch: swapped("k", "v", patch)),
     ("vllm", rope_by_default),
-    ("gguf", rope_by_default),
+    ("llama.cpp", rope_by_default),
     ("vllm", flag_flipped),
     ("vllm", columns_in_the_order_given),
-    ("gguf", rows_not_interleaved),
+    ("llama.cpp", rows_not_interleaved),
 ]
 
 
@@ -313,7 +313,7 @@ def test_every_tensor_is_asked_for(server: str, name: str, tmp_path: Path) -> No
         foreign.load(file.parent, made.target)
 
 
-@pytest.mark.parametrize("server", ["vllm", "gguf"])
+@pytest.mark.parametrize("server", ["vllm", "llama.cpp"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_dtypes_round_and_do_nothing_else(server: str, dtype: torch.dtype, tmp_path: Path) -> None:
     made = drafter("eagle", **EAGLE)
@@ -331,11 +331,16 @@ def test_dtypes_round_and_do_nothing_else(server: str, dtype: torch.dtype, tmp_p
 
 
 REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
-    ("sglang", "eagle", {**EAGLE, "norm_before_residual": True}, "export it --to vllm or gguf"),
+    (
+        "sglang",
+        "eagle",
+        {**EAGLE, "norm_before_residual": True},
+        "export it --to vllm or llama.cpp",
+    ),
     ("tensorrt-llm", "eagle", {**EAGLE, "norm_before_residual": True}, "raw state"),
     ("tensorrt-llm", "eagle", {**EAGLE, "fc_norm": True, "norm_before_fc": True}, "passes it over"),
-    ("gguf", "eagle", {**EAGLE, "taps": [0, 1, 2, 3]}, "exactly 3 layers"),
-    ("gguf", "eagle", {**EAGLE, "norm_output": True}, "norm_output: llama.cpp"),
+    ("llama.cpp", "eagle", {**EAGLE, "taps": [0, 1, 2, 3]}, "exactly 3 layers"),
+    ("llama.cpp", "eagle", {**EAGLE, "norm_output": True}, "norm_output: llama.cpp"),
     ("sglang", "eagle", {**EAGLE, "taps": [0, 1, 2]}, "gives layers 1..3"),
     ("vllm", "eagle", {**EAGLE, "taps": [1, 2, 4]}, "gives layers 0..3"),
     ("vllm", "eagle", {**EAGLE, "taps": [1, 2, "normed"]}, "after the final norm"),
@@ -347,8 +352,8 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("vllm", "hydra", {}, "loads no hydra drafter; no server has heads"),
     ("vllm", "medusa", {"heads": 2}, "3 is more than this drafter's 2 depths"),
     ("vllm", "medusa", {"heads": 3, "draft_vocab": 20}, "train without draft_vocab"),
-    ("transformers", "eagle", EAGLE, "export it --to vllm or sglang or tensorrt-llm or gguf"),
-    ("gguf", "small", {"layers": [0], "family": "Gemma3"}, "convert_hf_to_gguf.py"),
+    ("transformers", "eagle", EAGLE, "export it --to vllm or sglang or tensorrt-llm or llama.cpp"),
+    ("llama.cpp", "small", {"layers": [0], "family": "Gemma3"}, "convert_hf_to_gguf.py"),
 ]
 
 
@@ -378,16 +383,16 @@ def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
         serving = Serving("TARGET", K, 128, target_gguf=path)
         if words:
             with pytest.raises(UserError, match=words):
-                export.check("gguf", made, serving)
+                export.check("llama.cpp", made, serving)
         else:
-            export.check("gguf", made, serving)
+            export.check("llama.cpp", made, serving)
     with pytest.raises(UserError, match="--target-gguf: llama.cpp reads the tokenizer"):
-        export.check("gguf", made, Serving("TARGET", K, 128))
+        export.check("llama.cpp", made, Serving("TARGET", K, 128))
     fewer = Target(tiny.hf_model(vocab=40), tiny.tokenizer(), tiny.source())  # rows than tokens
     path = target_gguf(tiny.target(vocab=40), tmp_path / "fewer.gguf")
     made = base.family("small").create(fewer, base.family("small").Config(layers=[0]))
     with pytest.raises(UserError, match=r"has no token 4\d, .* has \('w4\d'\)"):
-        export.check("gguf", made, Serving("TARGET", K, 128, target_gguf=path))
+        export.check("llama.cpp", made, Serving("TARGET", K, 128, target_gguf=path))
 
 
 def test_a_disk_that_is_full_leaves_no_file_open(
@@ -402,7 +407,7 @@ def test_a_disk_that_is_full_leaves_no_file_open(
 
     monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", full)
     with pytest.raises(OSError, match="no space"):
-        export.write("gguf", made, tmp_path, Serving("TARGET", K, 128, target_gguf=path))
+        export.write("llama.cpp", made, tmp_path, Serving("TARGET", K, 128, target_gguf=path))
     assert writers[0].fout is None
 
 
@@ -420,14 +425,14 @@ FLAGS = {
 def test_commands_draw_drafts_where_a_server_can(server: str, tmp_path: Path) -> None:
     """For drafters trained at temperatures above 0, and for no others."""
     settings = {"eagle": EAGLE, "small": {"layers": [0]}, "medusa": {"heads": 3}}
-    for family in export.server(server).FAMILIES:
+    for family in export.server(server).rows:
         made = drafter(family, **settings.get(family, {}))
         gguf_path = target_gguf(made.target, tmp_path / "target.gguf")
         for sampler in (Sampler(0.7), Sampler(0.0), None):
             how = Serving("TARGET", K, 128, target_gguf=gguf_path, sampler=sampler)
             drawn = sampler == Sampler(0.7) and (server, family) in DRAWN
             said = export.server(server).command(made, tmp_path, how)
-            assert export.drafting(server, made, how) == ("sampled" if drawn else "greedy")
+            assert export.server(server).drafting(made, how) == ("sampled" if drawn else "greedy")
             assert (FLAGS.get(server, "none") in said) == drawn, (family, sampler)
             assert server != "vllm" or "--generation-config vllm" in said
     if server == "sglang":  # whose kernel wants q over the whole vocabulary
@@ -497,7 +502,7 @@ def test_layout_checked_not_run(server: str, tmp_path: Path) -> None:
     assert {key: about[key] for key in KEYS} == KEYS
     inner = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True}
     assert about["eagle_config"].items() >= inner.items()
-    assert not export.server(server).RUN
+    assert not export.server(server).run
 
 
 def test_readers_and_writers_share_nothing() -> None:
@@ -529,6 +534,6 @@ def test_biases_of_a_gguf(tmp_path: Path) -> None:
     """Fault: rows of q and k interleaved, their biases not (conversion/llama.py does both)."""
     of = build_as("Llama", attention_bias=True)
     made = base.family("small").create(of, base.family("small").Config(layers=[0, 3])).eval()
-    place = written("gguf", made, tmp_path)
+    place = written("llama.cpp", made, tmp_path)
     row, _ = rules.small_llama(place, None, TEXT, 4, 1)
     torch.testing.assert_close(logits(made)[4, 1].double(), row, atol=2e-4, rtol=0)

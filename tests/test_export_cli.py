@@ -82,7 +82,7 @@ def test_export_leaves_a_folder_with_a_card(
     assert {p.name for p in folder.iterdir()} == files
     assert [p.name for p in folder.parent.iterdir()] == ["eagle-vllm"]
     about = json.loads((folder / "card.json").read_text())
-    assert about["server"] == {"format": "vllm", "name": "vLLM", "version": "0.32.0"}
+    assert about["server"] == {"name": "vllm", "version": "0.32.0"}
     assert about["target"]["spec"] == str(root / "target")
     assert about["sampler"] == {"temperature": 0.7, "top_k": 0, "top_p": 1.0}
     assert about["measured"]["tau_by_k"] == {"1": 1.4, "2": 1.6}
@@ -94,7 +94,7 @@ def test_export_leaves_a_folder_with_a_card(
     for words in (
         "drawn from q (replay, held-out prompts) | 1.400 at k = 1, 1.600 at k = 2 |",
         "point mass (q's argmax) | 1.300 at k = 1, 1.500 at k = 2 |",
-        "At temperature 0.7 the command below yields the first tau: by it vLLM 0.32.0 draws",
+        "At temperature 0.7 the command below yields the first tau: by it vllm 0.32.0 draws",
         "| predicted speedup | not measured |", "--speculative-config",
         about["target"]["tokenizer_hash"], "Served: not by this command",
     ):  # fmt: skip
@@ -109,7 +109,7 @@ def test_export_leaves_a_folder_with_a_card(
     assert code == 0, err
     page = (tmp_path / "s" / "README.md").read_text()
     assert "1.25x at k = 3 (T=0)" in page and "layout checked against its source, not run" in page
-    assert "yields the second tau: by it SGLang 0.5.23 drafts greedily" in page  # 32 of 48 tokens
+    assert "yields the second tau: by it sglang 0.5.23 drafts greedily" in page  # 32 of 48 tokens
     assert load_file(tmp_path / "s" / "model.safetensors")["fc.weight"].dtype == torch.bfloat16
     assert foreign.made_for(tmp_path / "s") == str(root / "target")
     with pytest.raises(UserError, match="made for another tokenizer"):
@@ -123,13 +123,17 @@ def test_export_leaves_a_folder_with_a_card(
         (["runs/none", "--to", "vllm"], "no drafter there"),
         (["half", "--to", "vllm"], "half: is no finished checkpoint"),
         (["runs/eagle/best", "--to", "ollama"], "--to: no server 'ollama'; known are vllm"),
+        (
+            ["runs/eagle/best", "--to", "gguf"],
+            "no server 'gguf'; known are vllm, sglang, tensorrt-llm, llama.cpp",
+        ),
         (["runs/eagle/best", "--to", "transformers"], "transformers 5.24 loads no eagle drafter"),
-        (["runs/eagle/best", "--to", "vllm", "--k", "200"], "vLLM 0.32.0 drafts at most 128"),
+        (["runs/eagle/best", "--to", "vllm", "--k", "200"], "vllm 0.32.0 drafts at most 128"),
         (["runs/eagle/best", "--to", "vllm", "--output", "there"], "is there already"),
         (["runs/eagle/best", "--to", "vllm", "--dtype", "int4"], "--dtype: no 'int4'"),
         (["runs/small/best", "--to", "vllm", "--plain"], "--plain: is a layout of EAGLE-3"),
         (["runs/eagle/best", "--to", "vllm", "--length", "9999"], "--length: 9999 is not in"),
-        (["runs/eagle/best", "--to", "gguf"], "--target-gguf: llama.cpp reads the tokenizer"),
+        (["runs/eagle/best", "--to", "llama.cpp"], "--target-gguf: llama.cpp reads the tokenizer"),
         (["runs/eagle/best", "--to", "vllm", "--target", "other"], "made for another tokenizer"),
     ],
 )
@@ -191,7 +195,7 @@ def test_a_killed_export_leaves_no_folder(root: Path, tmp_path: Path) -> None:
 
 def test_gguf_takes_the_target_that_is_served(root: Path, tmp_path: Path) -> None:
     asked = Request(
-        root / "runs/eagle/best", "gguf", tmp_path / "out", target_gguf=root / "target.gguf"
+        root / "runs/eagle/best", "llama.cpp", tmp_path / "out", target_gguf=root / "target.gguf"
     )
     folder, said = export_checkpoint(asked)
     assert {p.name for p in folder.iterdir()} == {"draft.gguf", "card.json", "README.md"}
@@ -200,7 +204,9 @@ def test_gguf_takes_the_target_that_is_served(root: Path, tmp_path: Path) -> Non
     assert foreign.load(folder / "draft.gguf", target).family == "eagle"
     with pytest.raises(UserError, match="another tokenizer|has 40 tokens"):
         other = target_gguf(tiny.target("Llama", vocab=40), tmp_path / "other.gguf")
-        export_checkpoint(Request(asked.checkpoint, "gguf", tmp_path / "no", target_gguf=other))
+        export_checkpoint(
+            Request(asked.checkpoint, "llama.cpp", tmp_path / "no", target_gguf=other)
+        )
 
 
 @torch.no_grad()

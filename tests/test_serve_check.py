@@ -182,15 +182,21 @@ def test_bad_cards_and_other_exports_are_told(
     monkeypatch.setenv("DRAFTSMITH_SERVERS", str(tmp_path))
     monkeypatch.setattr(Target, "load", lambda *_, **__: pytest.fail("a target was loaded"))
     assert "no card.json there" in refused(tmp_path, "--server", "vllm")
-    place.card(server={"format": "gguf"})
-    assert "made for gguf; export the checkpoint --to vllm" in refused(
-        place.export, "--server", "vllm"
-    )
+    old = {"format": "gguf", "name": "llama.cpp"}  # as cards of old name both
+    for server in ({"name": "llama.cpp"}, old):
+        place.card(server=server)
+        assert "made for llama.cpp; export the checkpoint --to vllm" in refused(
+            place.export, "--server", "vllm"
+        )
+    for server in (place.whole["server"], {"format": "vllm", "name": "vLLM"}):
+        place.card(server=server)
+        with pytest.raises(pytest.fail.Exception, match="a target was loaded"):
+            refused(place.export, "--server", "vllm")  # a right card is let through
+    place.card(server={"version": "1"})
+    assert "has no server.name; export" in refused(place.export, "--server", "vllm")
     place.card()
-    with pytest.raises(pytest.fail.Exception, match="a target was loaded"):
-        refused(place.export, "--server", "vllm")  # a right card is let through
     place.card(serving={"k": 129})
-    assert "--k: vLLM 0.32.0 drafts at most 128" in refused(place.export, "--server", "vllm")
+    assert "--k: vllm 0.32.0 drafts at most 128" in refused(place.export, "--server", "vllm")
     place.card(serving={})
     assert "has no serving.k; export" in refused(place.export, "--server", "vllm")
     (place.export / "card.json").write_text("{")

@@ -20,7 +20,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.source import Source
 from draftsmith.eval.servers import serving, tools
 from draftsmith.eval.servers.check import collect
-from draftsmith.eval.servers.client import Answer, Server
+from draftsmith.eval.servers.client import Answer, Running
 from draftsmith.eval.servers.counters import Counters
 from draftsmith.eval.servers.process import started
 from draftsmith.eval.servers.vllm import VLLM
@@ -168,7 +168,7 @@ def fake() -> Iterator[tuple[Fake, str]]:
 
 def test_counters_are_those_of_one_answer(fake: tuple[Fake, str]) -> None:
     """Not of the server's life: earlier answers, the warm-up among them, are taken off."""
-    server = Server(VLLM, fake[1])
+    server = Running(VLLM, fake[1])
     for tokens in (8, 12):
         answer = server.ask([3, 4], tokens, 0.0, 0)
         assert answer.tokens == [7] * tokens
@@ -198,7 +198,7 @@ def test_what_goes_wrong_is_one_line(
     made, url = fake
     vars(made).update(change)
     with pytest.raises(UserError, match=says) as error:
-        collect(Server(VLLM, url), [[3, 4]], 8, 0, 3)
+        collect(Running(VLLM, url), [[3, 4]], 8, 0, 3)
     assert "\n" not in str(error.value) and len(str(error.value)) < 500
 
 

@@ -17,13 +17,13 @@ from canary import CANARIES, TOKENS, K
 from draftsmith.drafters import export
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.export import Serving
+from draftsmith.drafters.export import Draft, Serving
 from draftsmith.drafters.target import Target
 from draftsmith.eval.decoder.text import Text
 from draftsmith.eval.servers import serving, tools
 from draftsmith.eval.servers.agreement import compare, replayed
 from draftsmith.eval.servers.client import Answer
-from draftsmith.eval.servers.serving import FORMS, Draft
+from draftsmith.eval.servers.serving import KINDS
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -37,10 +37,10 @@ def missing(server: str) -> str:
     return ""
 
 
-LOADED = {name: export.server(form).METHODS for name, form in FORMS.items()}
+LOADED = {name: export.server(name).rows for name in KINDS}
 RIGHT = [
     pytest.param(server, name, marks=pytest.mark.skipif(bool(why), reason=why))
-    for server in FORMS
+    for server in KINDS
     for why in [missing(server)]
     for name, canary in CANARIES.items()
     if canary.family in LOADED[server]
@@ -85,7 +85,7 @@ def exported(world: World, server: str, name: str, fault: str) -> Path:
     how = Serving(world.target.source.path, K, 512, target_gguf=gguf)
     drafter = world.drafter(name)
     with canary.fault(drafter, fault):
-        export.write(FORMS[server], drafter, folder, how)
+        export.write(server, drafter, folder, how)
     return folder
 
 

@@ -6,6 +6,7 @@ Every server but llama.cpp takes it as it is; transformers too, as `assistant_mo
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.export import Serving
+from draftsmith.drafters.export.server import Row, Serving, never
 from draftsmith.drafters.small import Small
+
+
+def row(method: str, server: str, draws: Callable[[Small], bool] = never) -> Row[Small]:
+    """How a server takes draft models as ordinary folders."""
+    return Row(method, lambda drafter, serving: check(drafter, server), write, draws)
 
 
 def check(drafter: Small, server: str) -> None:

@@ -7,6 +7,7 @@ TensorRT-LLM and llama.cpp's converter all read; they differ in how they name ta
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,22 @@ from torch import Tensor
 from draftsmith.drafters.eagle import Eagle
 from draftsmith.drafters.eagle1 import Eagle1
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.export.server import D, Serving
 from draftsmith.drafters.layers import BlockConfig
 from draftsmith.drafters.shell import Shell
+
+Form = tuple[dict[str, Any], dict[str, Tensor]]  # config.json, and what model.safetensors holds
+
+
+def head(form: Callable[[D, Serving], Form]) -> Callable[[D, Path, Serving], None]:
+    """A writer of a head's folder, its weights in the dtype of the export."""
+
+    def write(drafter: D, folder: Path, serving: Serving) -> None:
+        config, tensors = form(drafter, serving)
+        config["torch_dtype"] = str(serving.dtype).removeprefix("torch.")
+        save(folder, config, cast(tensors, serving.dtype))
+
+    return write
 
 
 def save(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -31,11 +46,6 @@ def save(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> No
 def cast(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Weights in the dtype of the export; integers and flags keep theirs."""
     return {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
-
-
-def named(dtype: torch.dtype) -> str:
-    """A dtype as config files write it: "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
 
 
 def llama_body(block: BlockConfig, target: Shell, length: int) -> dict[str, Any]:

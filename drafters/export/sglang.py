@@ -10,7 +10,6 @@ which read the ids at the top level.
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,58 +18,34 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.eagle import Eagle
 from draftsmith.drafters.eagle1 import Eagle1
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.export import Serving, drafting, hf_model, layouts
-from draftsmith.drafters.small import Small
+from draftsmith.drafters.export import hf_model, layouts
+from draftsmith.drafters.export.server import Draft, Row, Server, Serving
 
-NAME = "SGLang"
-VERSION = "0.5.23"
-RUN = False
-LIMIT = None
-FAMILIES = ("eagle", "eagle1", "small")
+NAME = "sglang"
 
 
-def draws(drafter: Drafter) -> bool:
+def _draws(drafter: Eagle | Eagle1) -> bool:
     """Rejection sampling is for EAGLE chains, and for q over the target's whole vocabulary: with a
-    reduced one it ends at start (srt/speculative/eagle_worker_v2.py). q has the request's
-    temperature, but never its top-p."""
-    return isinstance(drafter, Eagle | Eagle1) and drafter.vocab.ids is None
+    reduced one it ends at start (srt/speculative/eagle_worker_v2.py)."""
+    return drafter.vocab.ids is None
 
 
-def check(drafter: Drafter, serving: Serving) -> None:
-    if isinstance(drafter, Small):
-        hf_model.check(drafter, "SGLang")
-        return
-    layouts.check_embeddings(drafter.target, "SGLang", "export it --to vllm, as EAGLE-3")
-    if isinstance(drafter, Eagle):
-        layouts.check_eagle3(drafter, "SGLang", lowest=1)
-        check_residual(drafter, "SGLang")
-    elif isinstance(drafter, Eagle1):
-        layouts.check_block(layouts.block_of(drafter), "SGLang")
+def _check_eagle3(drafter: Eagle, serving: Serving) -> None:
+    layouts.check_embeddings(drafter.target, NAME, "export it --to vllm, as EAGLE-3")
+    layouts.check_eagle3(drafter, NAME, lowest=1)
+    check_residual(drafter, NAME)
 
 
 def check_residual(drafter: Eagle, server: str) -> None:
     if drafter.config.norm_before_residual:
         raise UserError(
             f"norm_before_residual: {server} has no such setting and takes the raw state for the "
-            "residual; export it --to vllm or gguf, or train with norm_before_residual: false"
+            "residual; export it --to vllm or llama.cpp, or train with norm_before_residual: false"
         )
 
 
-def write(drafter: Drafter, folder: Path, serving: Serving) -> None:
-    if isinstance(drafter, Small):
-        hf_model.write(drafter, folder, serving)
-    elif isinstance(drafter, Eagle):
-        tensors = layouts.eagle3_tensors(drafter, "midlayer")
-        layouts.save(folder, eagle3_config(drafter, serving), layouts.cast(tensors, serving.dtype))
-    elif isinstance(drafter, Eagle1):
-        config = {
-            "architectures": ["LlamaForCausalLMEagle"],
-            **layouts.llama_body(layouts.block_of(drafter), drafter.target, serving.length),
-            "torch_dtype": layouts.named(serving.dtype),
-        }
-        tensors = layouts.eagle1_tensors(drafter)
-        tensors["fc.bias"] = torch.zeros_like(drafter.fc.weight[:, 0])  # its fc always has one
-        layouts.save(folder, config, layouts.cast(tensors, serving.dtype))
+def _eagle3(drafter: Eagle, serving: Serving) -> layouts.Form:
+    return eagle3_config(drafter, serving), layouts.eagle3_tensors(drafter, "midlayer")
 
 
 def eagle3_config(drafter: Eagle, serving: Serving) -> dict[str, Any]:
@@ -86,19 +61,45 @@ def eagle3_config(drafter: Eagle, serving: Serving) -> dict[str, Any]:
             "use_aux_hidden_state": True,
             "norm_before_fc": drafter.config.norm_before_fc,
         },
-        "torch_dtype": layouts.named(serving.dtype),
     }
 
 
-def command(drafter: Drafter, folder: Path, serving: Serving) -> str:
+def _check_eagle1(drafter: Eagle1, serving: Serving) -> None:
+    layouts.check_embeddings(drafter.target, NAME, "export it --to vllm, as EAGLE-3")
+    layouts.check_block(layouts.block_of(drafter), NAME)
+
+
+def _eagle1(drafter: Eagle1, serving: Serving) -> layouts.Form:
+    body = layouts.llama_body(layouts.block_of(drafter), drafter.target, serving.length)
+    tensors = layouts.eagle1_tensors(drafter)
+    tensors["fc.bias"] = torch.zeros_like(drafter.fc.weight[:, 0])  # its fc always has one
+    return {"architectures": ["LlamaForCausalLMEagle"], **body}, tensors
+
+
+def start(drafter: Drafter, draft: Draft, serving: Serving) -> str:
     """topk 1 is a chain: k steps give k drafts, verified beside the root."""
-    algorithm = {"eagle": "EAGLE3", "eagle1": "EAGLE", "small": "STANDALONE"}[drafter.family]
-    sampled = drafting("sglang", drafter, serving) == "sampled"
-    return (
-        f"python -m sglang.launch_server --model-path {shlex.quote(serving.target)} "
-        f"--context-length {serving.length} --speculative-algorithm {algorithm} "
-        f"--speculative-draft-model-path {shlex.quote(str(folder))} "
-        f"--speculative-num-steps {serving.k} --speculative-eagle-topk 1 "
-        f"--speculative-num-draft-tokens {serving.k + 1}"
-        + (" --speculative-use-rejection-sampling" if sampled else "")
-    )
+    words = [
+        "python", "-m", "sglang.launch_server", "--model-path", serving.target,
+        "--context-length", str(serving.length),
+        "--speculative-algorithm", SERVER.rows[draft.family].method,
+        "--speculative-draft-model-path", str(draft.folder),
+        "--speculative-num-steps", str(draft.k), "--speculative-eagle-topk", "1",
+        "--speculative-num-draft-tokens", str(draft.k + 1),
+    ]  # fmt: skip
+    if draft.drafts == "sampled":
+        words.append("--speculative-use-rejection-sampling")
+    return shlex.join(words)
+
+
+SERVER = Server(
+    NAME,
+    "0.5.23",
+    run=False,
+    rows={
+        "eagle": Row("EAGLE3", _check_eagle3, layouts.head(_eagle3), _draws),
+        "eagle1": Row("EAGLE", _check_eagle1, layouts.head(_eagle1), _draws),
+        "small": hf_model.row("STANDALONE", NAME),
+    },
+    start=start,
+    cuts=False,  # q has the request's temperature, but never its top-p
+)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -20,55 +20,19 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.eagle import Eagle
 from draftsmith.drafters.eagle1 import Eagle1
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.export import Serving, drafting, hf_model, layouts
+from draftsmith.drafters.export import hf_model, layouts
+from draftsmith.drafters.export.server import Draft, Row, Server, Serving, always
 from draftsmith.drafters.medusa import Medusa
-from draftsmith.drafters.small import Small
 
-NAME = "vLLM"
-VERSION = "0.32.0"
-RUN = True
-LIMIT = 128  # MAX_SPEC_LEN, v1/sample/rejection_sampler.py
-FAMILIES = ("eagle", "eagle1", "medusa", "small")
+NAME, VERSION = "vllm", "0.32.0"
+MAX_SPEC_LEN = 128  # v1/sample/rejection_sampler.py
 
 
-def draws(drafter: Drafter) -> bool:
-    """v1/spec_decode: the proposer that EAGLE and draft models share keeps q; Medusa's takes the
-    argmax whatever it is told. q has the request's temperature, but never its top-k and top-p."""
-    return not isinstance(drafter, Medusa)
+def _check_eagle3(drafter: Eagle, serving: Serving) -> None:
+    layouts.check_eagle3(drafter, NAME)
 
 
-def check(drafter: Drafter, serving: Serving) -> None:
-    if isinstance(drafter, Eagle):
-        layouts.check_eagle3(drafter, "vLLM")
-    elif isinstance(drafter, Eagle1):
-        layouts.check_block(layouts.block_of(drafter), "vLLM")
-        layouts.check_embeddings(drafter.target, "vLLM", "train EAGLE-3, which brings its own")
-    elif isinstance(drafter, Medusa):
-        if drafter.vocab.ids is not None:
-            raise UserError(  # its loader cannot take the token map that it has itself made
-                f"draft_vocab: vLLM {VERSION} ends while it loads Medusa heads of a reduced "
-                "vocabulary; train without draft_vocab"
-            )
-    elif isinstance(drafter, Small):
-        hf_model.check(drafter, "vLLM")
-
-
-def write(drafter: Drafter, folder: Path, serving: Serving) -> None:
-    if isinstance(drafter, Small):
-        hf_model.write(drafter, folder, serving)
-        return
-    config, tensors = _form(drafter, serving)
-    config["torch_dtype"] = layouts.named(serving.dtype)
-    layouts.save(folder, config, layouts.cast(tensors, serving.dtype))
-
-
-def _form(drafter: Drafter, serving: Serving) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    if isinstance(drafter, Medusa):
-        return _medusa(drafter)
-    if isinstance(drafter, Eagle1):
-        body = layouts.llama_body(layouts.block_of(drafter), drafter.target, serving.length)
-        return {"architectures": ["EagleLlamaForCausalLM"], **body}, layouts.eagle1_tensors(drafter)
-    assert isinstance(drafter, Eagle)
+def _eagle3(drafter: Eagle, serving: Serving) -> layouts.Form:
     if serving.plain:
         return _plain(drafter, serving), layouts.eagle3_tensors(drafter, "midlayer")
     return _speculators(drafter, serving), layouts.eagle3_tensors(drafter, "layers.0")
@@ -115,7 +79,25 @@ def _speculators(drafter: Eagle, serving: Serving) -> dict[str, Any]:
     }
 
 
-def _medusa(drafter: Medusa) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _check_eagle1(drafter: Eagle1, serving: Serving) -> None:
+    layouts.check_block(layouts.block_of(drafter), NAME)
+    layouts.check_embeddings(drafter.target, NAME, "train EAGLE-3, which brings its own")
+
+
+def _eagle1(drafter: Eagle1, serving: Serving) -> layouts.Form:
+    body = layouts.llama_body(layouts.block_of(drafter), drafter.target, serving.length)
+    return {"architectures": ["EagleLlamaForCausalLM"], **body}, layouts.eagle1_tensors(drafter)
+
+
+def _check_medusa(drafter: Medusa, serving: Serving) -> None:
+    if drafter.vocab.ids is not None:
+        raise UserError(  # its loader cannot take the token map that it has itself made
+            f"draft_vocab: {NAME} {VERSION} ends while it loads Medusa heads of a reduced "
+            "vocabulary; train without draft_vocab"
+        )
+
+
+def _medusa(drafter: Medusa, serving: Serving) -> layouts.Form:
     """vLLM's own names. One lm_head for all heads, the target's, is written once
     (original_lm_head)."""
     config, target = drafter.config, drafter.target
@@ -143,27 +125,48 @@ def _medusa(drafter: Medusa) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return about, tensors
 
 
-# Drafter family -> vLLM's name of the method.
-METHODS = {"eagle": "eagle3", "eagle1": "eagle", "medusa": "medusa", "small": "draft_model"}
+def words(
+    target: str,
+    draft: Draft | None,
+    length: int,
+    program: str = "python",
+    flags: Sequence[str] = (),
+) -> list[str]:
+    """The command that serves a target, for texts of `length` tokens, with a drafter or without.
+
+    Without --generation-config vLLM gives requests the checkpoint's own temperature, top-k, top-p
+    and repetition penalty where they name none (config/model.py: "auto"). The method is always
+    named: without it vLLM takes a head for a draft model. Drafts are greedy by default; drawn ones
+    are judged by rejection_sample_method "standard", which is the default.
+    """
+    out = [program, "-m", "vllm.entrypoints.openai.api_server", "--model", target]
+    out += ["--max-model-len", str(length), "--generation-config", "vllm", *flags]
+    if draft is not None:
+        how: dict[str, Any] = {"method": SERVER.rows[draft.family].method}
+        how |= {"model": str(draft.folder), "num_speculative_tokens": draft.k}
+        if draft.drafts == "sampled":
+            how["draft_sample_method"] = "probabilistic"
+        out += ["--speculative-config", json.dumps(how)]
+    return out
 
 
-def command(drafter: Drafter, folder: Path, serving: Serving) -> str:
-    """Without --generation-config vLLM gives requests the checkpoint's own temperature, top-k,
-    top-p and repetition penalty where they name none (config/model.py: "auto")."""
-    how = speculation(drafter.family, folder, serving.k, drafting("vllm", drafter, serving))
-    return (
-        f"python -m vllm.entrypoints.openai.api_server --model {shlex.quote(serving.target)} "
-        f"--max-model-len {serving.length} --generation-config vllm "
-        f"--speculative-config {shlex.quote(json.dumps(how))}"
-    )
+def start(drafter: Drafter, draft: Draft, serving: Serving) -> str:
+    return shlex.join(words(serving.target, draft, serving.length))
 
 
-def speculation(family: str, folder: Path, k: int, drafts: str) -> dict[str, Any]:
-    """--speculative-config. The method is always named: without it vLLM takes a head for a draft
-    model. Drafts are greedy by default; drawn ones are judged by rejection_sample_method
-    "standard", which is the default."""
-    how: dict[str, Any] = {"method": METHODS[family], "model": str(folder)}
-    how["num_speculative_tokens"] = k
-    if drafts == "sampled":
-        how["draft_sample_method"] = "probabilistic"
-    return how
+# v1/spec_decode: the proposer that EAGLE and draft models share keeps q, with the request's
+# temperature, but never its top-k and top-p; Medusa's takes the argmax whatever it is told.
+SERVER = Server(
+    NAME,
+    VERSION,
+    run=True,
+    rows={
+        "eagle": Row("eagle3", _check_eagle3, layouts.head(_eagle3), always),
+        "eagle1": Row("eagle", _check_eagle1, layouts.head(_eagle1), always),
+        "medusa": Row("medusa", _check_medusa, layouts.head(_medusa)),
+        "small": hf_model.row("draft_model", NAME, always),
+    },
+    start=start,
+    limit=MAX_SPEC_LEN,
+    cuts=False,
+)

@@ -11,7 +11,7 @@ from draftsmith.drafters.target import Target
 from draftsmith.eval.parity import TIE
 from draftsmith.eval.servers import sampled
 from draftsmith.eval.servers.agreement import Agreement, compare, differences, replayed
-from draftsmith.eval.servers.client import Answer, Server
+from draftsmith.eval.servers.client import Answer, Running
 from draftsmith.eval.servers.sampled import Sampled
 
 TEMPERATURES = (0.0, 1.0)
@@ -19,7 +19,7 @@ Answers = dict[float, list[Answer]]  # by temperature, in the prompts' order
 
 
 def collect(
-    server: Server,
+    server: Running,
     prompts: Sequence[Sequence[int]],
     tokens: int,
     seed: int,
@@ -29,7 +29,7 @@ def collect(
     """A server's answers of `tokens` tokens each, at both temperatures, one request at a time.
 
     k: how many tokens it drafts, None where it does not speculate. progress() is called after each
-    answer. Raises UserError where it drafts another number (see `Server.ask` for the rest).
+    answer. Raises UserError where it drafts another number (see `Running.ask` for the rest).
     """
     server.ask(prompts[0], min(tokens, 8), 0.0, seed, k is not None)  # warm-up
     out: Answers = {}

@@ -9,9 +9,12 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
+from pathlib import Path
 from typing import Any
 
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.export.server import Draft, Server
+from draftsmith.drafters.source import Source
 from draftsmith.eval.servers.counters import Counters, parse
 from draftsmith.eval.servers.process import Child
 
@@ -21,17 +24,23 @@ SETTLE = 20.0  # seconds until the counters must show an answer that we hold
 
 @dataclass(frozen=True)
 class Kind:
-    """How one kind of server is spoken to; vllm.py and llama_cpp.py hold the two that we know.
+    """How one kind of server is started and spoken to; vllm.py and llama_cpp.py hold the two that
+    we know.
 
-    tested: the version that our tests run. prefix, tokens: see `counters.parse`. version(json of
-    about): its version, None where the reply is another server's. body(prompt, tokens,
-    temperature, seed): the request; ids(reply): the answer's token ids. shortens: it drafts less
-    where fewer tokens are left, instead of throwing away what exceeds the limit. exact: the flags
-    without which its counts differ from replay's for reasons of rounding or of other requests.
+    program(): what is started, UserError where it is not set up. command(program, target, draft or
+    None, length of prompt and answer, port); environment(program) is added to ours. patched():
+    whether the one set up here has the fix of tests/servers.sh, None where there is none.
+    prefix, tokens: see `counters.parse`. version(json of about): its version, None where the reply
+    is another server's. body(prompt, tokens, temperature, seed): the request; ids(reply): the
+    answer's token ids. shortens: it drafts less where fewer tokens are left, instead of throwing
+    away what exceeds the limit. exact: the flags without which its counts differ from replay's for
+    reasons of rounding or of other requests.
     """
 
-    name: str
-    tested: str
+    server: Server
+    program: Callable[[], Path]
+    command: Callable[[Path, Source, Draft | None, int, int], list[str]]
+    environment: Callable[[Path], dict[str, str]]
     about: str
     version: Callable[[dict[str, Any]], str | None]
     prefix: str
@@ -41,6 +50,11 @@ class Kind:
     ids: Callable[[dict[str, Any]], list[int] | None]
     shortens: bool
     exact: str
+    patched: Callable[[], bool | None] = lambda: None
+
+    @property
+    def name(self) -> str:
+        return self.server.name
 
 
 @dataclass
@@ -53,7 +67,7 @@ class Answer:
     counted: Counters
 
 
-class Server:
+class Running:
     """A server that answers at `url`. child: its process, where we started it."""
 
     def __init__(self, kind: Kind, url: str, child: Child | None = None) -> None:
@@ -92,7 +106,7 @@ class Server:
             got = "no token ids" if ids is None else f"{len(ids)} tokens"
             raise UserError(
                 f"server {self}: {got} in its answer where {tokens} were asked for; "
-                f"{self.kind.name} {self.kind.tested} is the version that was tested"
+                f"{self.kind.server} is the version that was tested"
             )
         until = time.monotonic() + SETTLE
         while True:  # counters are written after the answer was sent

@@ -12,29 +12,33 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.export import llama_cpp
+from draftsmith.drafters.export.server import Draft
+from draftsmith.drafters.source import Source
+from draftsmith.eval.servers import tools
 from draftsmith.eval.servers.client import Kind
 
 FP32 = ["-fa", "off", "-ctk", "f32", "-ctv", "f32"]  # the caches are f16 by default
 DRAFT_FP32 = ["-ctkd", "f32", "-ctvd", "f32"]
-ALL_DRAFTS = ["--spec-draft-p-min", "0"]  # none is held back for being unlikely
 
 
 def command(
-    program: Path, target: Path, draft: Path | None, kind: str, k: int, length: int, port: int
+    program: Path, target: Source, draft: Draft | None, length: int, port: int
 ) -> list[str]:
-    """The command that serves a GGUF in fp32, with a draft GGUF or (draft None) without.
+    """The command that serves a target in fp32, one slot, one thread.
 
-    kind: one of METHODS of drafters/export/gguf.py; length: of prompt and answer. One slot, one
-    thread.
+    Raises UserError where the export holds no GGUF; see also `tools.target_gguf`.
     """
-    words = [
-        str(program), "-m", str(target), "--host", "127.0.0.1", "--port", str(port),
-        "-c", str(length), "-np", "1", "-t", "1", "-tb", "1", "--metrics", "--no-webui", *FP32,
-    ]  # fmt: skip
+    flags = ["--host", "127.0.0.1", "--port", str(port), "-np", "1", "-t", "1", "-tb", "1"]
+    flags += ["--metrics", "--no-webui", *FP32]
     if draft is not None:
-        words += ["-md", str(draft), "--spec-type", kind, "--spec-draft-n-max", str(k)]
-        words += [*ALL_DRAFTS, "-td", "1", "-tbd", "1", *DRAFT_FP32]
-    return words
+        flags += ["-td", "1", "-tbd", "1", *DRAFT_FP32]
+        if not (draft.folder / llama_cpp.FILE).is_file():
+            raise UserError(
+                f"{draft.folder}: holds no {llama_cpp.FILE}; export --to {llama_cpp.NAME} makes one"
+            )
+    return llama_cpp.words(str(tools.target_gguf(target)), draft, length, str(program), flags)
 
 
 def _body(prompt: Sequence[int], tokens: int, temperature: float, seed: int) -> dict[str, Any]:
@@ -53,8 +57,10 @@ def _body(prompt: Sequence[int], tokens: int, temperature: float, seed: int) -> 
 
 
 LLAMA_CPP = Kind(
-    name="llama.cpp",
-    tested="b11434",
+    server=llama_cpp.SERVER,
+    program=tools.llama_server,
+    command=command,
+    environment=lambda program: {"LD_LIBRARY_PATH": str(program.parent)},
     about="/props",
     version=lambda reply: reply.get("build_info"),
     prefix="llamacpp:",
@@ -63,5 +69,5 @@ LLAMA_CPP = Kind(
     body=_body,
     ids=lambda reply: reply["tokens"],
     shortens=True,
-    exact=" ".join(["-np", "1", *FP32, *DRAFT_FP32, *ALL_DRAFTS]),
+    exact=" ".join(["-np", "1", *FP32, *DRAFT_FP32, "--spec-draft-p-min", "0"]),
 )

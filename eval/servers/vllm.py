@@ -8,19 +8,20 @@ or where the speculation says so drawn from q at the request's temperature, judg
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from draftsmith.drafters.export import vllm
+from draftsmith.drafters.export.server import Draft
+from draftsmith.drafters.source import Source
+from draftsmith.eval.servers import tools
 from draftsmith.eval.servers.client import Kind
 
-MODULE = "vllm.entrypoints.openai.api_server"  # `vllm serve` looks for a distribution called vllm
 # What a comparison with replay needs of a server: fp32, one request at a time, no compiled graphs,
-# no prefix that another request left, no sampling parameters of the checkpoint's own.
+# no prefix that another request left.
 EXACT = [
     "--dtype", "float32", "--max-num-seqs", "1", "--enforce-eager", "--no-enable-prefix-caching",
-    "--generation-config", "vllm",
 ]  # fmt: skip
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
@@ -34,20 +35,11 @@ ENVIRONMENT = {
 
 
 def command(
-    python: Path, target: str, speculation: dict[str, Any] | None, length: int, port: int
+    program: Path, target: Source, draft: Draft | None, length: int, port: int
 ) -> list[str]:
-    """The command that serves a target in fp32, with a drafter or (None) without.
-
-    target: a folder or hub id; speculation: of drafters/export/vllm.py; length: of prompt and
-    answer.
-    """
-    words = [
-        str(python), "-m", MODULE, "--model", target,
-        "--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(length), *EXACT,
-    ]  # fmt: skip
-    if speculation is not None:
-        words += ["--speculative-config", json.dumps(speculation)]
-    return words
+    """The command that serves a target in fp32."""
+    flags = ["--host", "127.0.0.1", "--port", str(port), *EXACT]
+    return vllm.words(target.path, draft, length, str(program), flags)
 
 
 def _body(prompt: Sequence[int], tokens: int, temperature: float, seed: int) -> dict[str, Any]:
@@ -67,8 +59,10 @@ def _body(prompt: Sequence[int], tokens: int, temperature: float, seed: int) -> 
 
 
 VLLM = Kind(
-    name="vllm",
-    tested="0.32.0",
+    server=vllm.SERVER,
+    program=tools.vllm_python,
+    command=command,
+    environment=lambda program: ENVIRONMENT,
     about="/version",
     version=lambda reply: reply.get("version"),
     prefix="vllm:",
@@ -77,5 +71,6 @@ VLLM = Kind(
     body=_body,
     ids=lambda reply: reply["choices"][0]["token_ids"],
     shortens=False,
-    exact=" ".join(EXACT),
+    exact=" ".join([*EXACT, "--generation-config", "vllm"]),
+    patched=tools.vllm_patched,
 )

@@ -10,6 +10,7 @@ pre-tokenizer a model has stands in no other file.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -22,18 +23,12 @@ from torch import Tensor
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.eagle import Eagle
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.export import Serving, hf_model, layouts
+from draftsmith.drafters.export import hf_model, layouts
+from draftsmith.drafters.export.server import D, Draft, Row, Server, Serving
 from draftsmith.drafters.small import Small
 
-NAME = "llama.cpp"
-VERSION = "b11434"
-RUN = True
-LIMIT = None
-FAMILIES = ("eagle", "small")
-
+NAME, VERSION = "llama.cpp", "b11434"
 FILE = "draft.gguf"
-# Drafter family -> llama.cpp's --spec-type.
-METHODS = {"eagle": "draft-eagle3", "small": "draft-simple"}
 _TYPES = {
     torch.float32: (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
     torch.float16: (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
@@ -48,34 +43,24 @@ _DRAFT_MODELS = {
 }
 
 
-def draws(drafter: Drafter) -> bool:
-    """Drafts are q's argmax, accepted where the target draws the same token. Draft models (never
-    EAGLE-3) can be drawn with --spec-draft-sampling probabilistic, but from q's ten likeliest
-    tokens (common/speculative.cpp): no overlap that was trained or measured here."""
-    return False
-
-
-def check(drafter: Drafter, serving: Serving) -> None:
-    if isinstance(drafter, Eagle):
-        layouts.check_eagle3(drafter, "llama.cpp")
-        if len(drafter.taps) != 3:
+def _check_eagle3(drafter: Eagle, serving: Serving) -> None:
+    layouts.check_eagle3(drafter, NAME)
+    if len(drafter.taps) != 3:
+        raise UserError(
+            f"taps: {NAME} takes exactly 3 layers, this head reads {len(drafter.taps)}; "
+            "export it --to vllm, or train on three"
+        )
+    for key in ("fc_norm", "norm_output"):
+        if getattr(drafter.config, key):
             raise UserError(
-                f"taps: llama.cpp takes exactly 3 layers, this head reads {len(drafter.taps)}; "
-                "export it --to vllm, or train on three"
+                f"{key}: {NAME} {VERSION} has it not; export it --to vllm, or train with "
+                f"{key}: false"
             )
-        for key in ("fc_norm", "norm_output"):
-            if getattr(drafter.config, key):
-                raise UserError(
-                    f"{key}: llama.cpp {VERSION} has it not; export it --to vllm, or train with "
-                    f"{key}: false"
-                )
-    elif isinstance(drafter, Small):
-        hf_model.check(drafter, "llama.cpp")
-        _check_draft_model(drafter)
     _check_tokenizer(drafter, serving)
 
 
-def _check_draft_model(drafter: Small) -> None:
+def _check_draft_model(drafter: Small, serving: Serving) -> None:
+    hf_model.check(drafter, NAME)
     config = drafter.lm.config
     if config.model_type not in _DRAFT_MODELS:
         raise UserError(
@@ -88,6 +73,7 @@ def _check_draft_model(drafter: Small) -> None:
             f"small: no GGUF of rope type {kind} is written here; export it --to transformers, "
             "and convert that folder with llama.cpp's convert_hf_to_gguf.py"
         )
+    _check_tokenizer(drafter, serving)
 
 
 def _check_tokenizer(drafter: Drafter, serving: Serving) -> None:
@@ -127,20 +113,21 @@ def _check_tokenizer(drafter: Drafter, serving: Serving) -> None:
             )
 
 
-def write(drafter: Drafter, folder: Path, serving: Serving) -> None:
-    if isinstance(drafter, Eagle):
-        writer = gguf.GGUFWriter(folder / FILE, "eagle3")
-        _write_eagle3(writer, drafter, serving)
-    else:
-        assert isinstance(drafter, Small)
-        arch, interleaved = _DRAFT_MODELS[drafter.lm.config.model_type]
-        writer = gguf.GGUFWriter(folder / FILE, gguf.MODEL_ARCH_NAMES[arch])
-        _write_draft_model(writer, drafter, serving, arch, interleaved)
-    _copy_tokenizer(writer, serving)
-    with closing(writer):  # the first of these opens the file
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
+def _file(
+    architecture: Callable[[D], str], fill: Callable[[gguf.GGUFWriter, D, Serving], None]
+) -> Callable[[D, Path, Serving], None]:
+    """A writer of one GGUF: what `fill` puts in it, and the target's tokenizer."""
+
+    def write(drafter: D, folder: Path, serving: Serving) -> None:
+        writer = gguf.GGUFWriter(folder / FILE, architecture(drafter))
+        fill(writer, drafter, serving)
+        _copy_tokenizer(writer, serving)
+        with closing(writer):  # the first of these opens the file
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+
+    return write
 
 
 def _copy_tokenizer(writer: gguf.GGUFWriter, serving: Serving) -> None:
@@ -169,7 +156,7 @@ def _write_shape(writer: gguf.GGUFWriter, config: dict[str, Any], dtype: torch.d
     writer.add_vocab_size(config["vocab_size"])
 
 
-def _write_eagle3(writer: gguf.GGUFWriter, drafter: Eagle, serving: Serving) -> None:
+def _fill_eagle3(writer: gguf.GGUFWriter, drafter: Eagle, serving: Serving) -> None:
     block = layouts.block_of(drafter)
     _write_shape(writer, layouts.llama_body(block, drafter.target, serving.length), serving.dtype)
     writer.add_array("eagle3.target_layers", layouts.layer_ids(drafter))
@@ -211,9 +198,12 @@ def _write_eagle3(writer: gguf.GGUFWriter, drafter: Eagle, serving: Serving) -> 
             _add(writer, f"{rest[short]}.weight", tensor, serving.dtype)
 
 
-def _write_draft_model(
-    writer: gguf.GGUFWriter, drafter: Small, serving: Serving, arch: int, interleaved: bool
-) -> None:
+def _architecture(drafter: Small) -> str:
+    return gguf.MODEL_ARCH_NAMES[_DRAFT_MODELS[drafter.lm.config.model_type][0]]
+
+
+def _fill_draft_model(writer: gguf.GGUFWriter, drafter: Small, serving: Serving) -> None:
+    arch, interleaved = _DRAFT_MODELS[drafter.lm.config.model_type]
     hf = hf_model.alone(drafter, torch.float32)
     config = hf.config.to_dict() | {"max_position_embeddings": serving.length}
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
@@ -243,10 +233,36 @@ def _add(writer: gguf.GGUFWriter, name: str, tensor: Tensor, dtype: torch.dtype)
     writer.add_tensor(name, np.ascontiguousarray(packed), raw_dtype=kind)
 
 
-def command(drafter: Drafter, folder: Path, serving: Serving) -> str:
-    kind = METHODS[drafter.family]
-    target, draft = shlex.quote(str(serving.target_gguf)), shlex.quote(str(folder / FILE))
-    return (
-        f"llama-server -m {target} -md {draft} --spec-type {kind} "
-        f"--spec-draft-n-max {serving.k} --spec-draft-p-min 0 -c {serving.length}"
-    )
+def words(
+    target: str,
+    draft: Draft | None,
+    length: int,
+    program: str = "llama-server",
+    flags: Sequence[str] = (),
+) -> list[str]:
+    """The command that serves a GGUF, for texts of `length` tokens, with a drafter or without. No
+    draft is held back for being unlikely (--spec-draft-p-min)."""
+    out = [program, "-m", target]
+    if draft is not None:
+        out += ["-md", str(draft.folder / FILE), "--spec-type", SERVER.rows[draft.family].method]
+        out += ["--spec-draft-n-max", str(draft.k), "--spec-draft-p-min", "0"]
+    return [*out, "-c", str(length), *flags]
+
+
+def start(drafter: Drafter, draft: Draft, serving: Serving) -> str:
+    return shlex.join(words(str(serving.target_gguf), draft, serving.length))
+
+
+# Drafts are q's argmax, accepted where the target draws the same token. Draft models (never
+# EAGLE-3) can be drawn with --spec-draft-sampling probabilistic, but from q's ten likeliest tokens
+# (common/speculative.cpp): no overlap that was trained or measured here.
+SERVER = Server(
+    NAME,
+    VERSION,
+    run=True,
+    rows={
+        "eagle": Row("draft-eagle3", _check_eagle3, _file(lambda drafter: "eagle3", _fill_eagle3)),
+        "small": Row("draft-simple", _check_draft_model, _file(_architecture, _fill_draft_model)),
+    },
+    start=start,
+)

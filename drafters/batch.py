@@ -7,6 +7,7 @@ that needs an offset (labels, masks, target rows) asks `Alignment`, nothing writ
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -89,6 +90,14 @@ class Alignment:
     exists: Tensor
     compare: Tensor
     label: Tensor
+
+    def split(self, cells: int) -> Iterator[Alignment]:
+        """Its anchors in order, in parts of at most `cells` (anchor, depth) cells (one anchor of
+        each row at least)."""
+        B, _, K = self.exists.shape
+        whole = (self.anchors, self.exists, self.compare, self.label)
+        for part in zip(*(t.split(max(1, cells // (B * K)), 1) for t in whole), strict=True):
+            yield Alignment(*part)
 
 
 def all_anchors(batch: Batch) -> Tensor:

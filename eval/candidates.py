@@ -15,38 +15,36 @@ import torch
 from torch import Tensor
 
 from draftsmith.drafters.base import Drafter, Guesses, Unroll
-from draftsmith.drafters.batch import Batch, align
+from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.eval.replay import (
     ROWS,
     Array,
+    Stretch,
     Table,
+    ratios,
     split,
     starts,
     summarise,
     survivals,
-    tables,
 )
-from draftsmith.eval.stats import chunks
+from draftsmith.eval.stats import chunks, unrolls
 
 WIDTHS = (1, 4, 16)
 NEVER = 1 << 30  # the rank of a token that the drafter cannot propose
 
 
 @torch.no_grad()
-def ranks(
-    drafter: Drafter,
-    batch: Batch,
-    depths: int,
-    first_prompt: int = 0,
-    unroll: Unroll | Guesses | None = None,
-) -> list[Table]:
+def ranks(drafter: Drafter, batch: Batch, depths: int) -> list[Table]:
     """Tables of every text whose `weight` (L, K) is the rank of the text's token in q, from 0.
 
-    Ties go to the lowest id, as in argmax. A guess (no q) is rank 0, all else is NEVER. Arguments
-    are those of `replay.tables`.
+    Ties go to the lowest id, as in argmax. A guess (no q) is rank 0, all else is NEVER.
     """
-    alignment = align(batch, depths)
-    unroll = unroll or drafter.unroll(batch, alignment)
+    return split(batch, [_ranks(drafter, batch, *at) for at in unrolls(drafter, batch, depths)], 0)
+
+
+def _ranks(
+    drafter: Drafter, batch: Batch, alignment: Alignment, unroll: Unroll | Guesses
+) -> Stretch:
     if isinstance(unroll, Guesses):
         exists = alignment.exists & (unroll.tokens >= 0)
         rank = torch.where((unroll.tokens == alignment.label) & exists, 0, NEVER)
@@ -60,9 +58,8 @@ def ranks(
             found.append(_rank(logits, drafter.vocab.to_draft(chunk.token))[chunk.cell])
         if found:
             rank[exists] = torch.cat(found)
-    limit = exists.long().cumprod(2).sum(2)  # (B, A)
     weight = rank.double()
-    return split(batch, alignment.anchors, weight, limit, weight, first_prompt)
+    return alignment.anchors, weight, exists.long().cumprod(2).sum(2), weight
 
 
 def _rank(logits: Tensor, token: Tensor) -> Tensor:
@@ -85,9 +82,10 @@ def diagnose(drafter: Drafter, batches: Iterable[Batch], k: int, seed: int = 0) 
     ranked: list[Table] = []
     for batch in batches:
         first = served[-1].prompt + 1 if served else 0
-        unroll = drafter.unroll(batch, align(batch, k))
-        served += tables(drafter, batch, k, first, unroll)
-        ranked += ranks(drafter, batch, k, first, unroll)
+        along = unrolls(drafter, batch, k)
+        both = [(ratios(drafter, batch, *at), _ranks(drafter, batch, *at)) for at in along]
+        served += split(batch, [one for one, _ in both], first)
+        ranked += split(batch, [other for _, other in both], first)
     reached, hits = np.zeros(k), {width: np.zeros(k) for width in WIDTHS}
     for table, rank in zip(served, ranked, strict=True):
         weight = _reached(table, k)  # (L, k)

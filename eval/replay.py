@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from draftsmith.drafters.base import Drafter, Guesses, Unroll
-from draftsmith.drafters.batch import Batch, align
+from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.eval.acceptance import (
     RESAMPLES,
@@ -31,8 +32,10 @@ from draftsmith.eval.acceptance import (
     expected_tau,
     repetitive,
 )
-from draftsmith.eval.stats import chunk_stats, chunks
+from draftsmith.eval.stats import chunk_stats, chunks, unrolls
 
+# Anchors (B, A), padded with -1, and what a Table holds of each: weight, limit (B, A) and gap.
+Stretch = tuple[Tensor, Tensor, Tensor, Tensor]
 ROWS = 512  # rows of (anchor, depth) whose logits are alive at a time
 
 
@@ -63,20 +66,19 @@ class Table:
 
 
 @torch.no_grad()
-def tables(
-    drafter: Drafter,
-    batch: Batch,
-    depths: int,
-    first_prompt: int = 0,
-    unroll: Unroll | Guesses | None = None,
-) -> list[Table]:
+def tables(drafter: Drafter, batch: Batch, depths: int, first_prompt: int = 0) -> list[Table]:
     """Tables of every text in a batch that the target has read, at the batch's own sampler.
 
-    first_prompt numbers the batch's first (row, segment); further ones count up. unroll: the
-    drafter's own at these depths, where it is there already.
+    first_prompt numbers the batch's first (row, segment); further ones count up.
     """
-    alignment = align(batch, depths)
-    unroll = unroll or drafter.unroll(batch, alignment)
+    parts = [ratios(drafter, batch, *part) for part in unrolls(drafter, batch, depths)]
+    return split(batch, parts, first_prompt)
+
+
+def ratios(
+    drafter: Drafter, batch: Batch, alignment: Alignment, unroll: Unroll | Guesses
+) -> Stretch:
+    """q(x) / p(x) along an unroll."""
     if isinstance(unroll, Guesses):
         exists = alignment.exists & (unroll.tokens >= 0)
         weight = ((unroll.tokens == alignment.label) & exists).double()
@@ -98,19 +100,12 @@ def tables(
         if filled_weight:
             weight[exists] = torch.cat(filled_weight)
             gap[exists] = torch.cat(filled_gap)
-    limit = exists.long().cumprod(2).sum(2)  # (B, A)
-    return split(batch, alignment.anchors, weight, limit, gap, first_prompt)
+    return alignment.anchors, weight, exists.long().cumprod(2).sum(2), gap
 
 
-def split(
-    batch: Batch,
-    anchors: torch.Tensor,
-    weight: torch.Tensor,
-    limit: torch.Tensor,
-    gap: torch.Tensor,
-    first_prompt: int,
-) -> list[Table]:
-    """Cuts per-row arrays over anchors into one Table a text."""
+def split(batch: Batch, parts: Sequence[Stretch], first_prompt: int) -> list[Table]:
+    """All anchors of a batch, in parts that follow each other, as one Table a text."""
+    anchors, *held = (torch.cat(same, 1) for same in zip(*parts, strict=True))
     out = []
     prompt = first_prompt - 1
     seen: tuple[int, int] | None = None
@@ -126,14 +121,8 @@ def split(
             # Roots are target-made and lie in their anchor's segment: a run of anchors is one text.
             if i + 1 == len(row) or row[i + 1] != a + 1:
                 cut = slice(start, i + 1)
-                out.append(
-                    Table(
-                        weight[b, cut].cpu().numpy(),
-                        limit[b, cut].cpu().numpy(),
-                        gap[b, cut].cpu().numpy(),
-                        prompt,
-                    )
-                )
+                weight, limit, gap = (t[b, cut].cpu().numpy() for t in held)
+                out.append(Table(weight, limit, gap, prompt))
                 start = i + 1
     return out
 

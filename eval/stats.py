@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.drafters.base import Drafter, Unroll
-from draftsmith.drafters.batch import Alignment, Batch
+from draftsmith.drafters.base import Drafter, Guesses, Unroll
+from draftsmith.drafters.batch import Alignment, Batch, align
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.shell import Shell
 from draftsmith.drafters.vocab import VocabMap
 from draftsmith.eval.laws import TargetLaw, measure, slope
+
+CELLS = 1 << 14  # of (anchor, depth) whose hidden states are alive at a time
 
 
 @dataclass
@@ -99,12 +101,25 @@ class Chunk:
         return table.masked_scatter(self.exists, values[self.cell])
 
 
+def unrolls(
+    drafter: Drafter, batch: Batch, depths: int
+) -> Iterator[tuple[Alignment, Unroll | Guesses]]:
+    """A drafter along all anchors of a batch, CELLS of them with their depths at a time.
+
+    Where depths share rows there are no more of these than tokens, and one pass makes them all.
+    """
+    alignment = align(batch, depths)
+    limit = alignment.exists.numel() if drafter.rows_shared else CELLS
+    for part in alignment.split(limit):
+        yield part, drafter.unroll(batch, part)
+
+
 def chunks(batch: Batch, alignment: Alignment, unroll: Unroll, limit: int) -> Iterator[Chunk]:
     """Cuts an unroll into chunks of at most `limit` rows (one anchor at least), in order."""
     B, A, K = unroll.index.shape
     T = batch.tokens.shape[1]
     flat = torch.arange(B, device=batch.device).view(-1, 1, 1) * T + alignment.compare
-    index, compare, label = (t.view(B * A, K) for t in (unroll.index, flat, alignment.label))
+    index, compare, label = (t.reshape(B * A, K) for t in (unroll.index, flat, alignment.label))
     used = (index >= 0).any(1).nonzero().squeeze(1)
     for some in used.split(max(1, limit // K)):
         here = index[some]  # (c, K)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.eval.replay import ROWS
+from draftsmith.eval.stats import CELLS
 from draftsmith.train import checkpoint, features, storage
 from draftsmith.train.outline import Outline, Texts
 from draftsmith.train.pace import Pace
@@ -50,7 +51,9 @@ def memory(recipe: Recipe, outline: Outline, texts: Texts, device: torch.device)
         acts += 5 * depths * recipe.rows * heads * recipe.length**2 // 2
     # Of held-out texts, a batch at a time but each of them whole: states, and those of the draft.
     longest = min(_longest(texts.lengths, recipe.heldout), target.max_positions)
-    held = REPLAYED * longest * H * (taps + 4 + (1 if shared else recipe.k))
+    positions = REPLAYED * longest
+    drafted = positions if shared else min(positions * recipe.k, 2 * CELLS)
+    held = H * (positions * (taps + 4) + drafted)
     learned = int(tokens * texts.share)
     rows = min(recipe.chunk, learned * depths)
     training = _logits(rows // depths, rows, V, Vd)

@@ -31,7 +31,7 @@ from common import HERE
 
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter, Policy
-from draftsmith.drafters.batch import Batch, batch_of
+from draftsmith.drafters.batch import Batch, align, batch_of
 from draftsmith.drafters.policy import Tree
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
@@ -175,13 +175,14 @@ def training(check: Check) -> dict[str, Any]:
 
     drafter, batch = _lesson(check)
     objective, depths, steps = Objective(), 3, 6 if check.tiny else 40
-    total = denominator(batch, depths, objective)
+    alignment = align(batch, depths)
+    total = denominator(batch, alignment, objective)
     optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=1e-3)
     losses = []
     began = time.perf_counter()
     for _ in range(steps):
         optimizer.zero_grad(set_to_none=True)
-        losses.append(backward(drafter, batch, depths, objective, total, 512).loss / total)
+        losses.append(backward(drafter, batch, alignment, objective, total, 512).loss / total)
         optimizer.step()
         if check.left < 0:
             raise Overrun
@@ -212,7 +213,7 @@ def compiled(check: Check) -> dict[str, Any]:
                     drafter.zero_grad(set_to_none=True)
                     torch.cuda.synchronize()
                     began = time.perf_counter()
-                    backward(drafter, batch, 3, Objective(loss), 1.0, 512)
+                    backward(drafter, batch, align(batch, 3), Objective(loss), 1.0, 512)
                     torch.cuda.synchronize()
                     seconds.append(time.perf_counter() - began)
             grads.append([p.grad.clone() for p in trained if p.grad is not None])

@@ -28,7 +28,7 @@ def measure(T: int, chunk: int, size: int) -> float:
     import transformers
 
     from draftsmith.drafters.attention import packed_step
-    from draftsmith.drafters.batch import batch_of
+    from draftsmith.drafters.batch import align, batch_of
     from draftsmith.drafters.causal_lm import CausalLM
     from draftsmith.drafters.eagle import Eagle, EagleConfig
     from draftsmith.drafters.sampling import Sampler
@@ -47,9 +47,10 @@ def measure(T: int, chunk: int, size: int) -> float:
         out = target(batch.tokens, packed_step(batch.position, batch.segment), head.taps)
     batch.features, batch.final = out.features, out.final
     objective = Objective()
-    total = denominator(batch, K, objective)
+    alignment = align(batch, K)
+    total = denominator(batch, alignment, objective)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    backward(head, batch, K, objective, total, chunk)
+    backward(head, batch, alignment, objective, total, chunk)
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 
 

@@ -21,7 +21,7 @@ import torch
 from common import HERE, cell, markdown, number
 
 from draftsmith.drafters.base import family
-from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.batch import Batch, align
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target import Target
 from draftsmith.train.objective import Objective, backward, denominator
@@ -65,14 +65,17 @@ class Side:
             collate(samples, rows, length) for rows in batches(samples, kind, count, length)
         ]
         self.objective = Objective("kl", DepthWeights("geometric"))
-        self.total = sum(denominator(batch, DEPTHS, self.objective) for batch in self.found)
+        self.total = sum(
+            denominator(batch, align(batch, DEPTHS), self.objective) for batch in self.found
+        )
         self.seconds: list[float] = []
         self.loss = 0.0
 
     def read(self, batch: Batch) -> float:
         """The loss of one batch; its gradients are added to the drafter's."""
         self.target.read(batch, self.drafter.taps)
-        return backward(self.drafter, batch, DEPTHS, self.objective, self.total, CHUNK).loss
+        cells = align(batch, DEPTHS)
+        return backward(self.drafter, batch, cells, self.objective, self.total, CHUNK).loss
 
     def turn(self) -> None:
         """Reads all batches once, timed."""

@@ -35,7 +35,7 @@ import torch
 import transformers
 from common import HERE, cell, markdown
 
-from draftsmith.drafters.batch import Batch, batch_of
+from draftsmith.drafters.batch import Batch, align, batch_of
 from draftsmith.drafters.causal_lm import CausalLM
 from draftsmith.drafters.eagle import Eagle, EagleConfig
 from draftsmith.train.objective import Objective, backward
@@ -114,7 +114,7 @@ def ours(drafter: Eagle, batch: Batch, K: int) -> Step:
 
     def step() -> float:
         drafter.zero_grad(set_to_none=True)
-        return backward(drafter, batch, K, objective, 1.0, CHUNK).loss
+        return backward(drafter, batch, align(batch, K), objective, 1.0, CHUNK).loss
 
     return step
 

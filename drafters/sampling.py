@@ -102,6 +102,7 @@ class Purpose(IntEnum):
     RESAMPLE = 3
     TARGET = 4
     FEATURE = 5  # training's: see train/objective.py
+    ANCHOR = 6
 
 
 @dataclass(frozen=True)

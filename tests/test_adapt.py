@@ -28,6 +28,7 @@ import test_train
 import tiny
 import training
 from draftsmith.drafters import base
+from draftsmith.drafters.batch import align
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target import Target
 from draftsmith.recipes import compare, export, report
@@ -142,7 +143,7 @@ def check_gradients(world: World, patch: pytest.MonkeyPatch | None = None) -> No
     rows = [made.learn[:2], made.learn[2:3]]
     texts = [made.samples[i] for row in rows for i in row]
     batch = collate(made.samples, rows, 64)
-    made._micro(batch, [], made._noise([0, 1]), 10.0)
+    made._micro(batch, align(batch, made.depths), [], made._noise([0, 1]), 10.0)
     reference = Reference(world.target, made)
     moved = torch.stack([reference.moved(text) for text in texts]).sum() / 10
     missed = torch.stack([reference.missed(text) for text in texts]).sum() / 10

@@ -27,7 +27,7 @@ import reference_replay
 import tiny
 from draftsmith.drafters import batch as batch_module
 from draftsmith.drafters.base import Drafter, family
-from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.batch import Batch, align
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.eval import replay
 from draftsmith.train import objective as objective_module
@@ -113,8 +113,10 @@ def run(
     of = drafter(name)
     tiny.target().read(batch, of.taps)
     of.zero_grad(set_to_none=True)
-    total = denominator(batch, depths, objective) if total is None else total
-    sums = backward(of, batch, depths, objective, total, rows, running, noise(len(batch.tokens)))
+    alignment = align(batch, depths)
+    total = denominator(batch, alignment, objective) if total is None else total
+    by = noise(len(batch.tokens))
+    sums = backward(of, batch, alignment, objective, total, rows, running, by)
     return sums, grads(of)
 
 
@@ -450,7 +452,9 @@ def test_fixed_weights(kind: Any, per: str) -> None:
         wanted = wanted / totals[texts_of]
         assert found.sum() == pytest.approx(len({*texts_of.tolist()}))
     assert sorted(found[found > 0].tolist()) == pytest.approx(sorted(wanted[wanted > 0].tolist()))
-    assert denominator(batch, K, Objective("kl", weights)) == pytest.approx(wanted.sum().item())
+    assert denominator(batch, align(batch, K), Objective("kl", weights)) == pytest.approx(
+        wanted.sum().item()
+    )
 
 
 def test_moving_weights_by_hand() -> None:
@@ -576,6 +580,11 @@ def test_chunks_change_nothing(name: str, loss: str) -> None:
 
 # ---------------------------------------------------------------- micro-batches
 
+
+def counted(batch: Batch, objective: Objective) -> float:
+    return denominator(batch, align(batch, K), objective)
+
+
 UNEVEN = [[0], [3], [1], [2]]  # 24, 1, 21 and 1 cells
 
 
@@ -587,7 +596,7 @@ def micro_batched(
     of.zero_grad(set_to_none=True)
     for row in UNEVEN:
         batch = tiny.target().read(packed([row]), of.taps)
-        backward(of, batch, K, objective, total_of(batch), 16)
+        backward(of, batch, align(batch, K), objective, total_of(batch), 16)
     return grads(of)
 
 
@@ -595,12 +604,12 @@ def micro_batched(
 def test_micro_batches_weigh_tokens(name: str) -> None:
     """Four micro-batches are the one batch they were cut from; a mean of their means is not."""
     objective = Objective()
-    whole = denominator(packed(UNEVEN), K, objective)
-    parts = [denominator(packed([row]), K, objective) for row in UNEVEN]
+    whole = counted(packed(UNEVEN), objective)
+    parts = [counted(packed([row]), objective) for row in UNEVEN]
     assert sum(parts) == pytest.approx(whole) and max(parts) > 10 * min(parts)
     _, theirs = run(name, packed(UNEVEN), objective, whole)
     assert distance(micro_batched(name, objective, lambda _: whole), theirs) < 1e-4
-    planted = micro_batched(name, objective, lambda b: len(UNEVEN) * denominator(b, K, objective))
+    planted = micro_batched(name, objective, lambda b: len(UNEVEN) * counted(b, objective))
     assert distance(planted, theirs) > 0.1
 
 
@@ -691,7 +700,7 @@ def test_a_feature_of_another_position_is_noticed(
 def test_a_batch_without_cells() -> None:
     """A row whose answers have one token each adds nothing, and does not divide by zero."""
     batch = packed([[4, 5]])
-    assert denominator(batch, K, Objective()) == 0
+    assert counted(batch, Objective()) == 0
     sums, found = run("eagle", batch, Objective(), total=1.0)
     assert sums.loss == 0 and all(float(g.abs().max()) == 0 for g in found.values())
 
@@ -708,7 +717,7 @@ def lossy_positions(name: str) -> set[tuple[int, int]]:
 
     def loss() -> float:
         of.zero_grad(set_to_none=True)
-        return backward(of, batch, K, objective, 1.0, 10_000).loss
+        return backward(of, batch, align(batch, K), objective, 1.0, 10_000).loss
 
     before, out = loss(), set()
     for b in range(clean.shape[0]):

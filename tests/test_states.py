@@ -20,7 +20,7 @@ pytest.importorskip("datasets")
 
 import tiny
 import training
-from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.batch import Batch, align
 from draftsmith.drafters.causal_lm import CausalLM
 from draftsmith.drafters.target import Target
 from draftsmith.train import checkpoint, recipe
@@ -131,7 +131,8 @@ def gradients(world: World, source: Source) -> list[Tensor]:
     made.states = source(world, made)
     learn = made.learn
     for rows in ([learn[:2], learn[2:3]], [learn[3:4], learn[4:6]], [learn[:2], learn[2:3]]):
-        made._micro(collate(made.samples, rows, 64), rows, made._noise([0, 1]), 10.0)
+        batch = collate(made.samples, rows, 64)
+        made._micro(batch, align(batch, made.depths), rows, made._noise([0, 1]), 10.0)
     return [p.grad for p in made.trained if p.grad is not None]
 
 

@@ -248,9 +248,9 @@ def test_accumulation_changes_nothing(world: World, monkeypatch: pytest.MonkeyPa
     whole = trained(world, "at-once", rows=4, accumulation=1)
     assert apart(whole, trained(world, "one-by-one", rows=1, accumulation=4)) < 1e-3
 
-    def mean_of_means(self: Trainer, batch: Any, rows: Any, noise: Any, total: float) -> Any:
-        own = learner.denominator(batch, self.depths, self.objective)
-        return micro(self, batch, rows, noise, max(own, 1.0) * self.recipe.accumulation)
+    def mean_of_means(self: Trainer, batch: Any, alignment: Any, *rest: Any) -> Any:
+        own = learner.denominator(batch, alignment, self.objective)
+        return micro(self, batch, alignment, *rest[:-1], max(own, 1.0) * self.recipe.accumulation)
 
     micro = Trainer._micro
     monkeypatch.setattr(Trainer, "_micro", mean_of_means)

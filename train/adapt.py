@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.causal_lm import CausalLM
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Noise
@@ -116,7 +116,9 @@ class Adaptation(Trainer):
         self.trained = [*self.heads, *adapters]
         return super()._step()
 
-    def _micro(self, batch: Batch, rows: list[list[int]], noise: Noise, total: float) -> Sums:
+    def _micro(
+        self, batch: Batch, alignment: Alignment, rows: list[list[int]], noise: Noise, total: float
+    ) -> Sums:
         """Adds the gradients of heads and adapters; `total` divides both losses, as a token's KL
         stands beside the sum of its depths' losses in the paper.
 
@@ -124,7 +126,7 @@ class Adaptation(Trainer):
         size: AdamW would divide the factor out, but for a jolt where the adapters join.
         """
         if self.step < self.first:
-            return super()._micro(batch, rows, noise, total)
+            return super()._micro(batch, alignment, rows, noise, total)
         recipe, target = self.recipe, self.target
         batch = batch.to(target.device)
         with self.accelerator.autocast():
@@ -136,7 +138,7 @@ class Adaptation(Trainer):
             batch.final = new.detach()
             leaf = batch.features["normed"] = normed.detach().requires_grad_()
             sums = backward(
-                self.drafter, batch, self.depths, self.objective, total, recipe.chunk, self.running,
+                self.drafter, batch, alignment, self.objective, total, recipe.chunk, self.running,
                 noise,
             )  # fmt: skip
             _, slope = divergence(target, old, new, judged(batch), self._rows)

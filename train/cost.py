@@ -35,6 +35,13 @@ def target_dtype(outline: Outline, device: torch.device) -> torch.dtype:
     return own if device.type != "cpu" and isinstance(own, torch.dtype) else torch.float32
 
 
+def taught(recipe: Recipe, texts: Texts) -> float:
+    """Of the tokens read, those that are learned from."""
+    if recipe.anchors is None:
+        return texts.share
+    return min(texts.share, recipe.anchors / texts.row(recipe.length))
+
+
 def memory(recipe: Recipe, outline: Outline, texts: Texts, device: torch.device) -> dict[str, int]:
     target, trained = outline.target, outline.trained
     shared = type(outline.drafter).rows_shared
@@ -44,17 +51,18 @@ def memory(recipe: Recipe, outline: Outline, texts: Texts, device: torch.device)
     taps = len(outline.drafter.taps)
     # Inputs and outputs of every linear, half as much again for norms, activations, residuals; and
     # the scores that a head of its own attention holds per depth.
+    learned = int(tokens * taught(recipe, texts))
     uses = outline.uses(depths)
-    acts = tokens * uses * 3 * sum(m.in_features + m.out_features for m in outline.body) // 2
+    passed = int(_passed(recipe, outline, tokens, learned, uses))
+    acts = passed * uses * 3 * sum(m.in_features + m.out_features for m in outline.body) // 2
     if outline.attends:
         heads = target.config.num_attention_heads
-        acts += 5 * depths * recipe.rows * heads * recipe.length**2 // 2
+        acts += 5 * depths * passed * heads * recipe.length // 2
     # Of held-out texts, a batch at a time but each of them whole: states, and those of the draft.
     longest = min(_longest(texts.lengths, recipe.heldout), target.max_positions)
     positions = REPLAYED * longest
     drafted = positions if shared else min(positions * recipe.k, 2 * CELLS)
     held = H * (positions * (taps + 4) + drafted)
-    learned = int(tokens * texts.share)
     rows = min(recipe.chunk, learned * depths)
     training = _logits(rows // depths, rows, V, Vd)
     replayed = min(ROWS // recipe.k, REPLAYED * texts.made // len(texts.lengths))
@@ -75,6 +83,14 @@ def memory(recipe: Recipe, outline: Outline, texts: Texts, device: torch.device)
     if device.type == "cpu":
         parts = {"program and libraries": psutil.Process().memory_info().rss} | parts
     return parts
+
+
+def _passed(recipe: Recipe, outline: Outline, tokens: float, learned: float, uses: int) -> float:
+    """Rows that pass a drafter's weights, for each use of them: of a subset of the anchors those,
+    beside one pass over all tokens where they see keys of theirs."""
+    if recipe.anchors is None:
+        return tokens
+    return min(tokens, learned if outline.anchors_only else tokens / uses + learned)
 
 
 def _longest(lengths: Tensor, count: int) -> int:
@@ -135,7 +151,7 @@ def seconds(
     pace = Pace(device, target_dtype(outline, device), H, inner, V)
     row, each = texts.row(recipe.length), texts.tokens / len(texts.lengths)
     micro = _pass(
-        recipe, outline, pace, recipe.rows, row, texts.share, backward=True,
+        recipe, outline, pace, recipe.rows, row, taught(recipe, texts), backward=True,
         read=not recipe.feature_cache,
     )  # fmt: skip
     # Clipping and AdamW: a dozen walks over the weights.
@@ -179,11 +195,13 @@ def _pass(
     work = 2 * V * H * compared + (_reading(outline, tokens, length) if read else 0)
     if outline.adapted:  # the target's forward, without and with adapters, and its states' gradient
         work *= 1 + (2 * (1 - recipe.adapt_after) if backward else 2)
-    body = 2 * outline.uses(depths) * outline.drafter_body
+    uses = outline.uses(depths)
+    body = 2 * uses * outline.drafter_body
     if outline.anchors_only:  # and what most weights read is frozen: no gradient goes through them
         work += (passes - backward) * compared * body
     else:
-        work += passes * tokens * (body + depths * scores * outline.attends)
+        passed = _passed(recipe, outline, tokens, compared, uses) if backward else tokens
+        work += passes * passed * (body + depths * scores * outline.attends)
     work += of_head * depths * compared * 2 * Vd * H
     walks = compared * (2 * V + (5 if backward else 3) * depths * Vd)
     return work / pace.matmul(int(tokens)) + walks / pace.rowwise

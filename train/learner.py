@@ -20,13 +20,13 @@ from torch import nn
 from transformers import get_cosine_schedule_with_warmup
 
 from draftsmith.drafters.base import family
-from draftsmith.drafters.batch import Batch, align
+from draftsmith.drafters.batch import Alignment, Batch, align
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Noise
 from draftsmith.drafters.target import Target
 from draftsmith.train import checkpoint, watch
 from draftsmith.train.lora import Lora
-from draftsmith.train.objective import LOSSES, Objective, backward, denominator
+from draftsmith.train.objective import LOSSES, Objective, backward, denominator, lesson
 from draftsmith.train.packing import Cursor, Stream, collate
 from draftsmith.train.prior import token_counts
 from draftsmith.train.ranks import summed
@@ -107,19 +107,25 @@ class Learner:
         places = range(accelerator.process_index, len(rows), accelerator.num_processes)
         cuts = [places[i : i + recipe.rows] for i in range(0, len(places), recipe.rows)]
         parts = [[rows[place] for place in cut] for cut in cuts]
-        batches = [collate(self.samples, part, recipe.length) for part in parts]
+        device, depths = accelerator.device, self.depths
+        batches = [collate(self.samples, part, recipe.length).to(device) for part in parts]
+        noises = [self._noise(cut) for cut in cuts]
+        lessons = [
+            lesson(batch, depths, recipe.anchors, noise)
+            for batch, noise in zip(batches, noises, strict=True)
+        ]
         # The denominator of the whole global batch, and its learned positions. A process without
         # rows sums up nothing, which torch would take for integers.
         local = torch.tensor(
-            [sum(denominator(b, self.depths, self.objective) for b in batches),
-             sum(int(align(b, 1).exists.sum()) for b in batches)],
-            dtype=torch.float32, device=accelerator.device,
+            [sum(denominator(*each, self.objective) for each in zip(batches, lessons, strict=True)),
+             sum(int(each.exists[..., 0].sum()) for each in lessons)],
+            dtype=torch.float32, device=device,
         )  # fmt: skip
         total, learned = summed(accelerator, local).tolist()
         self.optimizer.zero_grad(set_to_none=True)
         sums = Sums.zero(self.depths)
-        for batch, part, cut in zip(batches, parts, cuts, strict=True):
-            sums.add(self._micro(batch, part, self._noise(cut), max(total, 1.0)))
+        for batch, each, part, noise in zip(batches, lessons, parts, noises, strict=True):
+            sums.add(self._micro(batch, each, part, noise, max(total, 1.0)))
         if accelerator.num_processes > 1:
             sums = sums.reduced(accelerator)
         for parameter in self.trained:
@@ -150,19 +156,15 @@ class Learner:
         rows = torch.tensor(places, device=self.accelerator.device)
         return Noise(self.recipe.seed, rows, torch.full_like(rows, self.step))
 
-    def _micro(self, batch: Batch, rows: list[list[int]], noise: Noise, total: float) -> Sums:
+    def _micro(
+        self, batch: Batch, alignment: Alignment, rows: list[list[int]], noise: Noise, total: float
+    ) -> Sums:
         with self.accelerator.autocast():
             batch = self.states.fill(batch, rows)
             sums = backward(
-                self.drafter,
-                batch,
-                self.depths,
-                self.objective,
-                total,
-                self.recipe.chunk,
-                self.running,
-                noise,
-            )
+                self.drafter, batch, alignment, self.objective, total, self.recipe.chunk,
+                self.running, noise,
+            )  # fmt: skip
         if not math.isfinite(sums.loss):
             watch.check_finite(self.step + 1, watch.inputs(self.drafter, batch))
         return sums

@@ -150,15 +150,31 @@ class Objective:
         return replace(batch, features=noisy)
 
 
-def denominator(batch: Batch, depths: int, objective: Objective) -> float:
-    """Sum of the weights of a batch's cells: known from masks alone, before any forward."""
-    return float(objective.cell_weights(batch, align(batch, depths)).sum())
+def lesson(batch: Batch, depths: int, most: int | None, noise: Noise) -> Alignment:
+    """What a batch teaches: all its anchors, or at most so many of each row's that have a depth 0.
+
+    noise: keyed by the rows' places in the step, as for features, so that a choice depends neither
+    on padding nor on how a step is cut.
+    """
+    whole = align(batch, depths)
+    if most is None:
+        return whole
+    drawn = noise.uniform(Purpose.ANCHOR, whole.anchors, 0)  # (B, A)
+    drawn = torch.where(whole.exists[..., 0], drawn, 1.0)
+    chosen = drawn.argsort(1)[:, :most].sort(1).values  # in the order of the text
+    anchors = torch.where(drawn < 1.0, whole.anchors, -1).gather(1, chosen)
+    return align(batch, depths, anchors)
+
+
+def denominator(batch: Batch, alignment: Alignment, objective: Objective) -> float:
+    """Sum of the weights of an alignment's cells: known from masks alone, before any forward."""
+    return float(objective.cell_weights(batch, alignment).sum())
 
 
 def backward(
     drafter: Drafter,
     batch: Batch,
-    depths: int,
+    alignment: Alignment,
     objective: Objective,
     total: float,
     rows: int,
@@ -167,13 +183,13 @@ def backward(
 ) -> Sums:
     """Adds d(numerator / total) to the drafter's gradients for a batch its target has read.
 
-    total: the global batch's denominator. rows: (anchor, depth) rows whose logits are alive at a
-    time; gradients do not depend on it beyond rounding. Head, divergence and their gradients run
-    chunk by chunk into a leaf that stands for the unroll, which is then differentiated once.
-    running: the run's measurements; None = those of a first step. noise: what an objective with
-    feature_noise draws from.
+    alignment: the cells that are learned from. total: the global batch's denominator. rows:
+    (anchor, depth) rows whose logits are alive at a time; gradients do not depend on it beyond
+    rounding. Head, divergence and their gradients run chunk by chunk into a leaf that stands for
+    the unroll, which is then differentiated once. running: the run's measurements; None = those of
+    a first step. noise: what an objective with feature_noise draws from.
     """
-    alignment = align(batch, depths)
+    depths = alignment.exists.shape[2]
     unroll = drafter.unroll(objective.noisy(batch, noise), alignment)
     if isinstance(unroll, Guesses):
         raise TypeError(f"a drafter of family {drafter.family} has nothing to train")

@@ -67,7 +67,7 @@ def plan(
         {
             "prompts": texts.tokens - texts.made,
             "answers": texts.made,
-            "learned": int(learned * texts.share),
+            "learned": int(learned * cost.taught(recipe, texts)),
         },
         learned / once,
         cost.seconds(recipe, outline, texts, device, processes) if timed else {},

@@ -135,6 +135,9 @@ class Recipe(BaseModel):
     feature_noise: float = Field(
         default=0.0, ge=0, description="Half the width of uniform noise on features in training."
     )
+    anchors: int | None = Field(
+        default=None, ge=1, description="Anchors of a packed row that a step learns from, at most."
+    )
 
     steps: int = Field(ge=1, description="Optimizer steps.")
     length: int = Field(default=512, ge=8, description="Tokens in a packed row.")
@@ -331,6 +334,8 @@ def _check_adapt(recipe: Recipe) -> None:
             f"adapt: trains a target with Medusa heads (Medusa-2), not with {recipe.drafter}; take "
             "drafter: medusa, or leave adapt out"
         )
+    if recipe.anchors:
+        raise UserError("adapt: weighs heads beside every token's KL; leave anchors out")
     if recipe.feature_cache:
         raise UserError("adapt: the target's states change; leave feature_cache out")
     if recipe.device_map:
@@ -360,6 +365,9 @@ def _check_objective(recipe: Recipe) -> None:
             near = difflib.get_close_matches(loss, LOSSES, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UserError(f"loss: no {loss!r}{hint} (known are {', '.join(LOSSES)})")
+    tied = [loss for loss in losses if LOSSES[loss].passes]
+    if recipe.anchors and tied:
+        raise UserError(f"anchors: {tied[0]} ties a text's together; leave anchors or it out")
     if "rkl" in losses and recipe.sampler.greedy:
         raise UserError("loss: rkl is infinite at temperature 0; take kl, or a temperature above 0")
     if len(thresholds) != len(losses) - 1:

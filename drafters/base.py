@@ -12,7 +12,7 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -41,12 +41,14 @@ class Unroll:
 
     hidden (M, H); index (B, A, K) into its rows, -1 where the depth does not exist or nothing is
     proposed; prev (M,) = x_{a+1+j}; depth (M,), 0 where rows are shared between depths.
+    extras {name: (M, ..)}: what else the family's own loss term reads.
     """
 
     hidden: Tensor
     index: Tensor
     prev: Tensor
     depth: Tensor
+    extras: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -57,9 +59,17 @@ class Guesses:
 
 
 class DrafterConfig(BaseModel):
-    """Base of every family's settings; an unknown key is an error."""
+    """Base of every family's settings; an unknown key is an error.
+
+    training: keys that say how it is trained, not what it is; a checkpoint does not hold them.
+    """
 
     model_config = ConfigDict(extra="forbid")
+    training: ClassVar[frozenset[str]] = frozenset()
+
+    def stored(self) -> dict[str, Any]:
+        """What a checkpoint holds of it."""
+        return self.model_dump(exclude=set(self.training))
 
 
 class Drafter(nn.Module, ABC):
@@ -71,9 +81,6 @@ class Drafter(nn.Module, ABC):
     depth_causal: ClassVar[bool] = True  # depth j does not depend on k
     rows_shared: ClassVar[bool] = False  # one row serves every (a, j) with the same a + j
     trees: ClassVar[bool] = False  # whether it can draft trees
-    predicts: ClassVar[Tap | None] = (
-        None  # whose value at x_{a+1+j} the hidden state of j foretells
-    )
     capturable: ClassVar[bool] = True  # extend and propose read nothing on the host
 
     def __init__(self, target: Shell, config: Any) -> None:
@@ -102,6 +109,21 @@ class Drafter(nn.Module, ABC):
     def logits(self, hidden: Tensor, prev: Tensor, depth: Tensor) -> Tensor:
         """Draft logits (n, Vd) of hidden (n, H), prev (n,) target ids, depth (n,)."""
         raise NotImplementedError(f"{self.family} proposes without logits")
+
+    @property
+    def own_weight(self) -> float:
+        """How much `own_loss` counts beside a loss of 1; 0: there is none."""
+        return 0.0
+
+    def own_loss(
+        self, batch: Batch, unroll: Unroll, rows: Tensor, place: Tensor, alpha: Tensor
+    ) -> Tensor:
+        """What the family adds to the loss of rows (n,) of an unroll: (n,).
+
+        batch: as its target has read it; place (n,): flat position b * T + a+1+j of each row; alpha
+        (n,): sum_x min(p, q) there, without a gradient.
+        """
+        raise NotImplementedError(f"{self.family} has no loss of its own")
 
     @abstractmethod
     def start(self, rows: int, capacity: int) -> Any:
@@ -211,7 +233,7 @@ def save(drafter: Drafter, folder: Path, weights: dict[str, Tensor] | None = Non
     about = {
         "format": 1,
         "family": drafter.family,
-        "config": drafter.config.model_dump(),
+        "config": drafter.config.stored(),
         "target": drafter.target.identity(),
     }
     stored = drafter.weights() if weights is None else weights

@@ -17,9 +17,12 @@ first. SGLang's `fc` has a bias that a checkpoint must set to 0, vLLM's has none
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
-from draftsmith.drafters.base import DrafterConfig, register
+from draftsmith.drafters.base import DrafterConfig, Unroll, register
+from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.layers import MLP, Block, BlockConfig, RMSNorm, SelfAttention, init_weights
 from draftsmith.drafters.one_layer import OneLayer
@@ -27,7 +30,9 @@ from draftsmith.drafters.shell import Shell
 
 
 class Eagle1Config(DrafterConfig):
+    training = frozenset({"regression"})
     block: Block = None
+    regression: float = Field(default=0.0, ge=0, description="Weight of its states' distance.")
 
 
 @register
@@ -36,7 +41,6 @@ class Eagle1(OneLayer):
 
     family = "eagle1"
     Config = Eagle1Config
-    predicts = "normed"
     config: Eagle1Config
 
     def __init__(self, target: Shell, config: Eagle1Config) -> None:
@@ -74,6 +78,18 @@ class Eagle1(OneLayer):
     def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
         hidden = residual + self.self_attn.output(mixed)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+    @property
+    def own_weight(self) -> float:
+        return self.config.regression
+
+    def own_loss(
+        self, batch: Batch, unroll: Unroll, rows: Tensor, place: Tensor, alpha: Tensor
+    ) -> Tensor:
+        """Smooth L1 of hidden states from the target's own at x_{a+1+j}."""
+        true = batch.features["normed"].flatten(0, 1)[place]  # (n, H)
+        apart = F.smooth_l1_loss(unroll.hidden[rows].float(), true.float(), reduction="none")
+        return apart.mean(1)
 
     def logits(self, hidden: Tensor, prev: Tensor, depth: Tensor) -> Tensor:
         return self.target.unembed(hidden)

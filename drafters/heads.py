@@ -18,13 +18,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from draftsmith.drafters.base import (
-    DrafterConfig,
-    Policy,
-    Proposal,
-    Unroll,
-    rows_of,
-)
+from draftsmith.drafters.base import DrafterConfig, Policy, Proposal, Unroll, rows_of
 from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.grow import grow

@@ -17,14 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.drafters import selftest
 from draftsmith.drafters.attention import chain_step, packed_step
-from draftsmith.drafters.base import (
-    Drafter,
-    DrafterConfig,
-    Policy,
-    Proposal,
-    Unroll,
-    register,
-)
+from draftsmith.drafters.base import Drafter, DrafterConfig, Policy, Proposal, Unroll, register
 from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.cache import Slab
 from draftsmith.drafters.causal_lm import CausalLM, cut

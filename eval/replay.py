@@ -89,7 +89,7 @@ def ratios(
         gap = torch.full_like(weight, float("inf"))
         filled_weight, filled_gap = [], []
         for chunk in chunks(batch, alignment, unroll, ROWS):
-            stats = chunk_stats(drafter, batch, unroll, unroll.hidden, chunk)
+            stats = chunk_stats(drafter, batch, unroll, chunk)
             # Bounded, so that a token that p lacks (foreign text) leaves finite products.
             ratio = (stats.logq.double() - stats.logp.double()).clamp(max=50.0).exp()
             if batch.sampler.greedy:

@@ -132,17 +132,12 @@ def chunks(batch: Batch, alignment: Alignment, unroll: Unroll, limit: int) -> It
 
 
 def chunk_stats(
-    drafter: Drafter,
-    batch: Batch,
-    unroll: Unroll,
-    hidden: Tensor,
-    chunk: Chunk,
-    divergences: Sequence[str] = (),
+    drafter: Drafter, batch: Batch, unroll: Unroll, chunk: Chunk, divergences: Sequence[str] = ()
 ) -> RowStats:
-    """Row statistics of a chunk. hidden (M, H): the unroll's, or a leaf that stands for it."""
+    """Row statistics of a chunk of an unroll, or of leaves that stand for it."""
     if batch.final is None:
         raise ValueError("the batch was not read by its target")
-    logits = drafter.logits(hidden[chunk.rows], unroll.prev[chunk.rows], unroll.depth[chunk.rows])
+    logits = drafter.logits(*(t[chunk.rows] for t in (unroll.hidden, unroll.prev, unroll.depth)))
     final = batch.final.flatten(0, 1)[chunk.final]
     law = (drafter.vocab, batch.sampler)
     return row_stats(drafter.target, final, logits, chunk.token, *law, chunk.which, divergences)

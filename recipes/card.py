@@ -47,7 +47,7 @@ def card(
         "drafter": {
             "family": drafter.family,
             "parameters": count_parameters(drafter),
-            "config": drafter.config.model_dump(),
+            "config": drafter.config.stored(),
             "checkpoint": str(place),
         },
         "sampler": {key: told[key] for key in ("temperature", "top_k", "top_p") if key in told},

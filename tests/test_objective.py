@@ -28,6 +28,7 @@ import tiny
 from draftsmith.drafters import batch as batch_module
 from draftsmith.drafters.base import Drafter, family
 from draftsmith.drafters.batch import Batch, align
+from draftsmith.drafters.eagle1 import Eagle1
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.eval import replay
 from draftsmith.train import objective as objective_module
@@ -45,7 +46,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "small": {"layers": [0, 3]},
     "small-own": {"layers": [2], "embeddings": "own"},
 }
-STATES: dict[str, dict[str, Any]] = {"eagle1": {}}
+STATES: dict[str, dict[str, Any]] = {"eagle1": {"regression": 10}}
 # Turns as (count, made by the target?): a long answer, two turns, a text without a prompt, an
 # answer of two tokens (one cell), of one (none), and a prompt alone.
 TURNS = [
@@ -618,7 +619,7 @@ def test_micro_batches_weigh_tokens(name: str) -> None:
 
 def check_features(noise: float = 0.0) -> None:
     """KL and ten times the distance of EAGLE-1's states, and every gradient, in float64."""
-    objective = Objective(regression=10, feature_noise=noise)
+    objective = Objective(feature_noise=noise)
     sums, ours = run("eagle1", packed(), objective)
     of, hf = drafter("eagle1"), tiny.hf_model("Llama").double().requires_grad_(False)
     leaves = {n: p.detach().double().requires_grad_() for n, p in of.named_parameters()}
@@ -686,13 +687,13 @@ def test_a_feature_of_another_position_is_noticed(
     shift: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted fault: states learn the feature beside theirs."""
-    right = objective_module._distance
+    right = Eagle1.own_loss
 
-    def wrong(of: Drafter, batch: Batch, *rest: Any) -> Tensor:
+    def wrong(of: Eagle1, batch: Batch, *rest: Any) -> Tensor:
         features = {n: f.roll(shift, dims=1) for n, f in batch.features.items()}
         return right(of, dataclasses.replace(batch, features=features), *rest)
 
-    monkeypatch.setattr(objective_module, "_distance", wrong)
+    monkeypatch.setattr(Eagle1, "own_loss", wrong)
     with pytest.raises(AssertionError):
         check_features()
 

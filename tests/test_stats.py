@@ -355,7 +355,7 @@ def table(
     unroll = model.unroll(batch, alignment)
     out = []
     for part in chunks(batch, alignment, unroll, limit):
-        stats = chunk_stats(model, batch, unroll, unroll.hidden, part, ("kl",))
+        stats = chunk_stats(model, batch, unroll, part, ("kl",))
         cell = part.spread(value(stats), 0.0)
         cell.sum().backward(retain_graph=True)
         out.append(cell.detach())

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.drafters.base import Drafter, Guesses, Unroll
@@ -31,7 +30,7 @@ class Cells:
 
     ratio: chance min(1, q/p) that the text's token is accepted once its depth is reached;
     likelihood: q of the text's token. At temperature 0, where both are steps, alpha stands for
-    them. mix (K,): LK's share of KL.
+    them. mix (K,): LK's share of KL. own: what the family adds itself.
     """
 
     alpha: Tensor
@@ -39,6 +38,7 @@ class Cells:
     likelihood: Tensor
     divergence: dict[str, Tensor]
     mix: Tensor
+    own: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -106,15 +106,13 @@ class Objective:
     """loss: a key of LOSSES; weights: of the depths, which the replay losses do not read (theirs
     follow from the text); eta: how fast LK leaves KL.
 
-    regression: how much a cell's feature distance counts beside a loss of 1 (EAGLE-1, arXiv
-    2401.15077: 1 to 0.1); feature_noise: half the width of uniform noise that is added to the
-    features a drafter reads, never to those it is compared with.
+    feature_noise: half the width of uniform noise that is added to the features a drafter reads,
+    never to those it is compared with.
     """
 
     loss: str = "kl"
     weights: DepthWeights = field(default_factory=DepthWeights)
     eta: float = 3.0
-    regression: float = 0.0
     feature_noise: float = 0.0
 
     def cell_weights(self, batch: Batch, alignment: Alignment) -> Tensor:
@@ -196,11 +194,13 @@ def backward(
     running = running or Running.start(depths)
     loss, mix = LOSSES[objective.loss], objective.mix(running).to(batch.device)
     weights = objective.cell_weights(batch, alignment)  # (B, A, K)
-    leaf = unroll.hidden.detach().requires_grad_()
+    whole = [unroll.hidden, *unroll.extras.values()]
+    hidden, *extras = leaves = [t.detach().requires_grad_() for t in whole]
+    leaf = replace(unroll, hidden=hidden, extras=dict(zip(unroll.extras, extras, strict=True)))
 
     def tables() -> Iterator[tuple[Chunk, Cells]]:
         for chunk in chunks(batch, alignment, unroll, rows):
-            yield chunk, _cells(drafter, batch, unroll, leaf, chunk, loss.needs, mix)
+            yield chunk, _cells(drafter, batch, leaf, chunk, loss.needs, mix)
 
     sums = Sums.zero(depths)
     sums.total = float(weights.sum())
@@ -217,45 +217,42 @@ def backward(
             sums.factor += float((weight * moving).sum())
             weight = weight * moving / running.mean_factor
         value = (loss.table(cells) * weight).sum()
-        if objective.regression:
-            apart = _distance(drafter, batch, leaf, chunk) * fixed[chunk.anchor]
-            value = value + objective.regression * apart.sum()
+        if cells.own is not None:
+            value = value + drafter.own_weight * (cells.own * fixed[chunk.anchor]).sum()
         (value / total).backward()
         if not loss.passes:
             sums.loss += value.item()
         sums.alpha += cells.alpha.detach().sum(0).cpu()
         sums.cells += chunk.exists.sum(0).cpu()
-    if leaf.grad is not None:
-        unroll.hidden.backward(leaf.grad.to(unroll.hidden.dtype))
+    moved = [(t, at.grad) for t, at in zip(whole, leaves, strict=True) if at.grad is not None]
+    if moved:
+        torch.autograd.backward([t for t, _ in moved], [grad for _, grad in moved])
     return sums
 
 
 def _cells(
     drafter: Drafter,
     batch: Batch,
-    unroll: Unroll,
-    leaf: Tensor,
+    leaf: Unroll,
     chunk: Chunk,
     needs: tuple[str, ...],
     mix: Tensor,
 ) -> Cells:
-    stats = chunk_stats(drafter, batch, unroll, leaf, chunk, needs)
+    stats = chunk_stats(drafter, batch, leaf, chunk, needs)
     alpha = chunk.spread(stats.alpha, 0.0)
     divergence = {name: chunk.spread(v, 0.0) for name, v in stats.divergence.items()}
+    own = None
+    if drafter.own_weight:
+        place = chunk.final[chunk.which]
+        of_rows = drafter.own_loss(batch, leaf, chunk.rows, place, stats.alpha.detach())
+        own = chunk.spread(of_rows, 0.0)
     if batch.sampler.greedy:
-        return Cells(alpha, alpha, alpha, divergence, mix)
+        return Cells(alpha, alpha, alpha, divergence, mix, own)
     # Foreign text may hold tokens that p cuts; where q cuts them too the ratio is 0.
     known = stats.logp.isfinite() | stats.logq.isfinite()
     ratio = torch.where(known, stats.logq - stats.logp, float("-inf")).clamp(max=0.0).exp()
     spread = chunk.spread(ratio, 0.0)
-    return Cells(alpha, spread, chunk.spread(stats.logq.exp(), 0.0), divergence, mix)
-
-
-def _distance(drafter: Drafter, batch: Batch, leaf: Tensor, chunk: Chunk) -> Tensor:
-    """Smooth L1 (c, K) of hidden states from the target's own at x_{a+1+j}."""
-    true = batch.features[str(drafter.predicts)].flatten(0, 1)[chunk.final[chunk.which]]  # (n, H)
-    apart = F.smooth_l1_loss(leaf[chunk.rows].float(), true.float(), reduction="none").mean(1)
-    return chunk.spread(apart, 0.0)
+    return Cells(alpha, spread, chunk.spread(stats.logq.exp(), 0.0), divergence, mix, own)
 
 
 @torch.no_grad()

@@ -129,9 +129,6 @@ class Recipe(BaseModel):
     per: Literal["token", "sequence"] = Field(
         default="token", description="Whether tokens or conversations count alike."
     )
-    regression: float = Field(
-        default=0.0, ge=0, description="eagle1: weight of the distance of features."
-    )
     feature_noise: float = Field(
         default=0.0, ge=0, description="Half the width of uniform noise on features in training."
     )
@@ -197,10 +194,7 @@ class Recipe(BaseModel):
         weights = DepthWeights(
             kind if isinstance(kind, str) else tuple(kind), self.decay, self.span, self.per
         )
-        return [
-            Objective(loss, weights, self.eta, self.regression, self.feature_noise)
-            for loss in self.losses
-        ]
+        return [Objective(loss, weights, self.eta, self.feature_noise) for loss in self.losses]
 
     def drafter_config(self) -> DrafterConfig:
         return family(self.drafter).Config(**self.settings)
@@ -269,6 +263,8 @@ def parse(raw: dict[str, Any], where: str) -> Recipe:
         raise UserError(f"{where}: {error}") from None
     if not config.model_fields or raw["drafter"] == "ngram":
         raise UserError(f"{where}: drafter: {raw['drafter']} has nothing to train")
+    # Runs once stored it for every family: at 0 it says nothing.
+    raw = {key: value for key, value in raw.items() if (key, value) != ("regression", 0)}
     common = set(Recipe.model_fields) - {"settings"}
     own = set(config.model_fields)
     for key in raw:
@@ -353,11 +349,6 @@ def _check_objective(recipe: Recipe) -> None:
     losses, thresholds, weights = recipe.losses, recipe.switch_alpha, recipe.depth_weights
     if recipe.lora and recipe.start is None and recipe.drafter != "small":
         raise UserError("lora: adapts a drafter that is trained already; name it as start")
-    if recipe.regression and family(recipe.drafter).predicts is None:
-        raise UserError(
-            f"regression: a drafter of family {recipe.drafter} foretells no feature; leave it out, "
-            "or take eagle1"
-        )
     if not losses:
         raise UserError("loss: is an empty list; name one")
     for loss in losses:

@@ -30,11 +30,13 @@ def fresh(recipe: Recipe, target: Target, counts: Tensor) -> Drafter:
             f"start: {folder} holds a drafter of family {drafter.family}, the recipe asks for "
             f"{recipe.drafter}; give one of that family"
         )
-    stored = drafter.config.model_dump()
-    for key in sorted(config.model_fields_set):
+    stored = drafter.config.stored()
+    for key in sorted(config.model_fields_set - config.training):
         if getattr(config, key) != stored[key]:
             raise UserError(
                 f"start: {folder} was made with {key}: {stored[key]}, the recipe has "
                 f"{getattr(config, key)}; take that key out of the recipe"
             )
+    anew = {key: getattr(config, key) for key in config.training}
+    drafter.config = drafter.config.model_copy(update=anew)
     return drafter

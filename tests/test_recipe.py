@@ -6,11 +6,15 @@ key is known, and every refusal is one line that names file, key and remedy.
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from pydantic import BaseModel, Field, create_model
 
@@ -19,7 +23,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.recipes import keys
 from draftsmith.train import recipe
-from draftsmith.train.objective import LOSSES
+from draftsmith.train.objective import LOSSES, Cells, Loss
 from places import RECIPES
 
 SHIPPED = sorted(RECIPES.glob("*.yaml"))
@@ -81,10 +85,10 @@ def test_only_what_is_asked_must_be_read(tmp_path: Path) -> None:
     """An override may leave a shipped recipe's key unread; a run's stored recipe is taken as it is;
     but a key that the command itself names is told."""
     medusa = recipe.load("llama31-8b-medusa", ["loss=kl", "switch_alpha=[]"])
-    assert medusa.eta == 10
+    assert medusa.flat()["eta"] == 10
     assert "eta: is ignored without loss: lk" in refusal("smol-small", "eta=5")
     stored = yaml.safe_load(write(tmp_path, eta=5).read_text())
-    assert recipe.parse(stored, "runs/old/recipe.yaml").eta == 5
+    assert recipe.parse(stored, "runs/old/recipe.yaml").flat()["eta"] == 5
 
 
 def test_keys_that_are_read(tmp_path: Path) -> None:
@@ -284,6 +288,31 @@ def test_shipped_recipes(path: Path) -> None:
 def test_there_are_shipped_recipes() -> None:
     """The parametrised test above passes on an empty folder."""
     assert {"smol-eagle3"} <= {path.stem for path in SHIPPED}
+
+
+def test_a_loss_with_a_number_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its row follow the recipe key, its check, and its value in the formula."""
+    number = Field(2.0, ge=0.5, description="power: of what is lost.")
+    row = Loss("(1 - alpha)**gamma", lambda c, gamma: (1 - c.alpha) ** gamma)
+    monkeypatch.setitem(LOSSES, "power", dataclasses.replace(row, numbers={"gamma": number}))
+    found = importlib.util.spec_from_file_location("recipe_again", str(recipe.__file__))
+    assert found and found.loader
+    again = importlib.util.module_from_spec(found)
+    monkeypatch.setitem(sys.modules, "recipe_again", again)
+    found.loader.exec_module(again)
+    cells = Cells(torch.tensor([[0.25]]), *[torch.zeros(1, 1)] * 2, {}, torch.zeros(1))
+    given: dict[str, Any]
+    for given, value in (({}, 0.75**2), ({"gamma": 3}, 0.75**3)):
+        read = again.load(write(tmp_path, loss="power", **given))
+        assert read.objectives[0].table(cells).item() == pytest.approx(value)
+        assert read.flat()["gamma"] == given.get("gamma", 2.0)
+    assert "gamma" in {key for key, *_ in keys.rows(again.Recipe)}
+    for given, words in (
+        ({"loss": "power", "gamma": 0.4}, "gamma: Input should be greater than or equal to 0.5"),
+        ({"gamma": 3}, "gamma: is ignored without loss: power"),
+    ):
+        with pytest.raises(UserError, match=words):
+            again.load(write(tmp_path, **given))
 
 
 # ---------------------------------------------------------------- draftsmith keys

@@ -7,10 +7,12 @@ that gradients do not depend on how the batch was cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from draftsmith.drafters.base import Drafter, Guesses, Unroll
@@ -30,14 +32,14 @@ class Cells:
 
     ratio: chance min(1, q/p) that the text's token is accepted once its depth is reached;
     likelihood: q of the text's token. At temperature 0, where both are steps, alpha stands for
-    them. mix (K,): LK's share of KL. own: what the family adds itself.
+    them. mean_alpha (K,): the run's of late. own: what the family adds itself.
     """
 
     alpha: Tensor
     ratio: Tensor
     likelihood: Tensor
     divergence: dict[str, Tensor]
-    mix: Tensor
+    mean_alpha: Tensor
     own: Tensor | None = None
 
 
@@ -48,14 +50,15 @@ class Loss:
     chained: a cell's loss depends on the depths before it, so that they are needed even where one
     row of hidden states serves them all. passes: the table is survival, and its weights are the
     slopes of the expected verify passes, which tie the anchors of a text together and therefore
-    need a pass of their own.
+    need a pass of their own. numbers: what else table takes, by name, as keys of a recipe.
     """
 
     meaning: str
-    table: Callable[[Cells], Tensor]
+    table: Callable[..., Tensor]
     needs: tuple[str, ...] = ()
     chained: bool = False
     passes: bool = False
+    numbers: dict[str, Any] = field(default_factory=dict)
 
 
 def _survival(c: Cells) -> Tensor:
@@ -67,6 +70,11 @@ def _survival_by_alpha(c: Cells) -> Tensor:
     return reached(c.ratio) * c.alpha
 
 
+def _kl_to_tv(c: Cells, eta: float) -> Tensor:
+    mix = torch.exp(-eta * c.mean_alpha)  # lambda (K,)
+    return mix * c.divergence["kl"] + (1 - mix) * (1 - c.alpha)
+
+
 LOSSES: dict[str, Loss] = {
     "ce": Loss("cross-entropy of the text's own tokens", lambda c: c.divergence["ce"], ("ce",)),
     "kl": Loss("KL(p, q)", lambda c: c.divergence["kl"], ("kl",)),
@@ -76,8 +84,9 @@ LOSSES: dict[str, Loss] = {
     "log_alpha": Loss("-log(alpha)", lambda c: -c.alpha.clamp(min=FLOOR).log()),
     "lk": Loss(
         "KL that gives way to TV as acceptance grows (arXiv 2602.23881)",
-        lambda c: c.mix * c.divergence["kl"] + (1 - c.mix) * (1 - c.alpha),
+        _kl_to_tv,
         ("kl",),
+        numbers={"eta": Field(3.0, ge=0, description="lk: KL's share is exp(-eta * alpha).")},
     ),
     "l1_ce": Loss(  # |p - q|_1 = 2 TV
         "0.1 cross-entropy + 0.9 |p - q|_1 (DSpark, arXiv 2607.05147)",
@@ -104,15 +113,13 @@ LOSSES: dict[str, Loss] = {
 @dataclass(frozen=True)
 class Objective:
     """loss: a key of LOSSES; weights: of the depths, which the replay losses do not read (theirs
-    follow from the text); eta: how fast LK leaves KL.
-
-    feature_noise: half the width of uniform noise that is added to the features a drafter reads,
-    never to those it is compared with.
+    follow from the text); numbers: the loss's, where they are not the defaults; feature_noise: half
+    the width of uniform noise on the features a drafter reads, never on those it is compared with.
     """
 
     loss: str = "kl"
     weights: DepthWeights = field(default_factory=DepthWeights)
-    eta: float = 3.0
+    numbers: Mapping[str, float] = field(default_factory=dict)
     feature_noise: float = 0.0
 
     def cell_weights(self, batch: Batch, alignment: Alignment) -> Tensor:
@@ -123,9 +130,11 @@ class Objective:
             return one
         return self.weights.cells(batch, alignment)
 
-    def mix(self, running: Running) -> Tensor:
-        """LK's lambda (K,) = exp(-eta alpha_j), alpha measured over the last steps."""
-        return torch.exp(-self.eta * running.mean_alpha)
+    def table(self, cells: Cells) -> Tensor:
+        """The loss (c, K) of each cell."""
+        loss = LOSSES[self.loss]
+        named = {key: self.numbers.get(key, n.default) for key, n in loss.numbers.items()}
+        return loss.table(cells, **named)
 
     def noisy(self, batch: Batch, noise: Noise | None) -> Batch:
         """The batch that the drafter reads: noise belongs to training, so replay never asks.
@@ -192,7 +201,7 @@ def backward(
     if isinstance(unroll, Guesses):
         raise TypeError(f"a drafter of family {drafter.family} has nothing to train")
     running = running or Running.start(depths)
-    loss, mix = LOSSES[objective.loss], objective.mix(running).to(batch.device)
+    loss, mean_alpha = LOSSES[objective.loss], running.mean_alpha.to(batch.device)
     weights = objective.cell_weights(batch, alignment)  # (B, A, K)
     whole = [unroll.hidden, *unroll.extras.values()]
     hidden, *extras = leaves = [t.detach().requires_grad_() for t in whole]
@@ -200,7 +209,7 @@ def backward(
 
     def tables() -> Iterator[tuple[Chunk, Cells]]:
         for chunk in chunks(batch, alignment, unroll, rows):
-            yield chunk, _cells(drafter, batch, leaf, chunk, loss.needs, mix)
+            yield chunk, _cells(drafter, batch, leaf, chunk, loss, mean_alpha)
 
     sums = Sums.zero(depths)
     sums.total = float(weights.sum())
@@ -216,7 +225,7 @@ def backward(
         if moving is not None:
             sums.factor += float((weight * moving).sum())
             weight = weight * moving / running.mean_factor
-        value = (loss.table(cells) * weight).sum()
+        value = (objective.table(cells) * weight).sum()
         if cells.own is not None:
             value = value + drafter.own_weight * (cells.own * fixed[chunk.anchor]).sum()
         (value / total).backward()
@@ -231,14 +240,9 @@ def backward(
 
 
 def _cells(
-    drafter: Drafter,
-    batch: Batch,
-    leaf: Unroll,
-    chunk: Chunk,
-    needs: tuple[str, ...],
-    mix: Tensor,
+    drafter: Drafter, batch: Batch, leaf: Unroll, chunk: Chunk, loss: Loss, mean_alpha: Tensor
 ) -> Cells:
-    stats = chunk_stats(drafter, batch, leaf, chunk, needs)
+    stats = chunk_stats(drafter, batch, leaf, chunk, loss.needs)
     alpha = chunk.spread(stats.alpha, 0.0)
     divergence = {name: chunk.spread(v, 0.0) for name, v in stats.divergence.items()}
     own = None
@@ -247,12 +251,12 @@ def _cells(
         of_rows = drafter.own_loss(batch, leaf, chunk.rows, place, stats.alpha.detach())
         own = chunk.spread(of_rows, 0.0)
     if batch.sampler.greedy:
-        return Cells(alpha, alpha, alpha, divergence, mix, own)
+        return Cells(alpha, alpha, alpha, divergence, mean_alpha, own)
     # Foreign text may hold tokens that p cuts; where q cuts them too the ratio is 0.
     known = stats.logp.isfinite() | stats.logq.isfinite()
     ratio = torch.where(known, stats.logq - stats.logp, float("-inf")).clamp(max=0.0).exp()
     spread = chunk.spread(ratio, 0.0)
-    return Cells(alpha, spread, chunk.spread(stats.logq.exp(), 0.0), divergence, mix, own)
+    return Cells(alpha, spread, chunk.spread(stats.logq.exp(), 0.0), divergence, mean_alpha, own)
 
 
 @torch.no_grad()

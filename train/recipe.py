@@ -42,6 +42,7 @@ def _bytes(value: Any) -> Any:
 Trackers = Annotated[list[Literal["wandb", "tensorboard"]], BeforeValidator(_listed)]
 Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1)]
 Place = Annotated[str, AfterValidator(os.path.expanduser)]  # no shell has read a YAML file
+NUMBERS = {key: name for name, loss in LOSSES.items() for key in loss.numbers}  # key: its loss
 
 
 class Recipe(BaseModel):
@@ -117,7 +118,8 @@ class Recipe(BaseModel):
     switch_alpha: list[float] = Field(
         default_factory=list, description="alpha_0 that ends each loss of a list but the last."
     )
-    eta: float = Field(default=3.0, ge=0, description="lk: KL's share is exp(-eta * alpha).")
+    __annotations__.update(dict.fromkeys(NUMBERS, float))
+    locals().update((key, LOSSES[loss].numbers[key]) for key, loss in NUMBERS.items())
     depth_weights: DepthKind | list[float] = Field(
         default="geometric",
         description="Weights of depths: dpace and reach follow acceptance; or one number a depth.",
@@ -194,7 +196,8 @@ class Recipe(BaseModel):
         weights = DepthWeights(
             kind if isinstance(kind, str) else tuple(kind), self.decay, self.span, self.per
         )
-        return [Objective(loss, weights, self.eta, self.feature_noise) for loss in self.losses]
+        numbers = {key: getattr(self, key) for key in NUMBERS}
+        return [Objective(loss, weights, numbers, self.feature_noise) for loss in self.losses]
 
     def drafter_config(self) -> DrafterConfig:
         return family(self.drafter).Config(**self.settings)
@@ -308,7 +311,7 @@ def _check_read(recipe: Recipe, asked: Sequence[str]) -> None:
     if recipe.samples and recipe.prompts:
         raise UserError("prompts: nothing is asked where samples are given; leave one of them out")
     readers: dict[str, tuple[str, Any]] = {
-        "eta": ("loss: lk", "lk" in recipe.losses),
+        **{key: (f"loss: {loss}", loss in recipe.losses) for key, loss in NUMBERS.items()},
         "decay": ("depth_weights: geometric", recipe.depth_weights == "geometric"),
         "span": ("depth_weights: exponential", recipe.depth_weights == "exponential"),
         "feature_dtype": ("feature_cache", recipe.feature_cache),

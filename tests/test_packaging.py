@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -107,6 +108,7 @@ def test_missing_py_typed_is_found(tree: Path) -> None:
 # ---------------------------------------------------------------- the imports
 
 
+@cache
 def imported(source: str, package: str) -> set[str]:
     """Every module that `source`, a module in `package`, imports anywhere: in functions and under
     TYPE_CHECKING too, relative names made absolute. `from a import b` counts as a and a.b."""

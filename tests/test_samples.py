@@ -6,6 +6,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.source import Source
 from draftsmith.drafters.target import Target
+from draftsmith.eval.decoder.text import Text
 from draftsmith.train import storage
 from draftsmith.train.imported import import_answers
 from draftsmith.train.prompts import Prompt, asked
@@ -257,10 +259,21 @@ def test_full_disk_is_told_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 # ---------------------------------------------------------------- import
 
 
+@cache
+def written(sampler: Sampler, seed: int, count: int, of: Target) -> list[Text]:
+    """Read-only: the same answers are read under many settings."""
+    return tiny.texts(of, sampler, count, 24, seed)
+
+
 def answers(sampler: Sampler, seed: int = 0, count: int = 32, of: Target | None = None) -> list:
-    texts = tiny.texts(of or tiny.target(), sampler, count, 24, seed)
+    texts = written(sampler, seed, count, of or tiny.target())
     return [
-        {"prompt_ids": t.prompt, "response_ids": t.tokens, "finish_reason": t.finish, "source": "q"}
+        {
+            "prompt_ids": [*t.prompt],
+            "response_ids": [*t.tokens],
+            "finish_reason": t.finish,
+            "source": "q",
+        }
         for t in texts
     ]
 

@@ -78,16 +78,15 @@ def after_attention(w: Mapping[str, Tensor], c: Mapping[str, Any], middle: Tenso
     return middle + w["mlp.down_proj.weight"] @ (gate * (w["mlp.up_proj.weight"] @ y))
 
 
-@torch.no_grad()
-def eagle_logits(
+def eagle_outputs(
     weights: Mapping[str, Tensor],
     config: Mapping[str, Any],
     hf: Any,
     tokens: Sequence[int],
     anchor: int,
     depth: int,
-) -> tuple[Tensor, Tensor]:
-    """Logits for x_{anchor+2+depth} over the draft vocabulary, and its target ids.
+) -> list[Tensor]:
+    """The layer's outputs at depths 0, .., depth of an anchor.
 
     Row t stands at RoPE position t and sees the rows up to t. Up to the anchor it reads the pair
     (g_t, x_{t+1}); past it, x_{t+1} and the row before's own output: before the final norm, or
@@ -96,7 +95,7 @@ def eagle_logits(
     w, c = {name: t.double() for name, t in weights.items()}, config["block"]
     eps, taps = c["rms_norm_eps"], config["taps"]
     features, keys, values = tapped(hf, tokens[: anchor + 1], taps), [], []
-    out = torch.empty(0)  # of the row before
+    out, outputs = torch.empty(0), []  # out: of the row before
     for t in range(anchor + depth + 1):
         if t <= anchor:
             g = features[t]
@@ -113,7 +112,30 @@ def eagle_logits(
         x = torch.cat([rms(embedded, w["input_layernorm.weight"], eps), normed])
         residual = normed if config["norm_before_residual"] else state
         out = after_attention(w, c, residual + attended(w, c, x, t, keys, values))
+        outputs.append(out)
+    return outputs[anchor:]
+
+
+def eagle_head(
+    weights: Mapping[str, Tensor], config: Mapping[str, Any], hf: Any, out: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Logits over the draft vocabulary, and its target ids."""
+    w = {name: t.double() for name, t in weights.items()}
     head = hf.get_output_embeddings().weight.double()
     ids = weights.get("draft_ids", torch.arange(len(head)))
     rows = w["lm_head.weight"] if config["head"] == "own" else head[ids]
-    return rows @ rms(out, w["norm.weight"], eps), ids
+    return rows @ rms(out, w["norm.weight"], config["block"]["rms_norm_eps"]), ids
+
+
+@torch.no_grad()
+def eagle_logits(
+    weights: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    hf: Any,
+    tokens: Sequence[int],
+    anchor: int,
+    depth: int,
+) -> tuple[Tensor, Tensor]:
+    """Logits for x_{anchor+2+depth} over the draft vocabulary, and its target ids."""
+    out = eagle_outputs(weights, config, hf, tokens, anchor, depth)[-1]
+    return eagle_head(weights, config, hf, out)

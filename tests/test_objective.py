@@ -188,7 +188,6 @@ def table(name: str, depths: int = K) -> Table:
     if name.startswith("eagle"):
         weights = leaves | {n: b for n, b in of.named_buffers() if n == "draft_ids"}
         config = of.config.model_dump()
-        logits_of = reference_eagle.eagle_logits.__wrapped__  # type: ignore[attr-defined]
         ids = weights.get("draft_ids", torch.arange(V))
     else:
         small = copy.deepcopy(of.lm.hf).double()  # type: ignore[union-attr]
@@ -204,12 +203,15 @@ def table(name: str, depths: int = K) -> Table:
             inputs = {"input_ids": torch.tensor([tokens]), "use_cache": False}
             drafted = torch.func.functional_call(small, plain, (), inputs).logits[0]
         for a, j in here:
+            if name.startswith("eagle") and j == 0:  # all depths that this anchor has, at once
+                deepest = max(d for anchor, d in here if anchor == a)
+                outputs = reference_eagle.eagle_outputs(weights, config, hf, tokens, a, deepest)
             depth.append(j)
             places.append((i, a, j))
             label.append(tokens[a + 2 + j])
             p.append(laws[a + 1 + j])
             if name.startswith("eagle"):
-                q.append(logits_of(weights, config, hf, tokens, a, j)[0])
+                q.append(reference_eagle.eagle_head(weights, config, hf, outputs[j])[0])
             else:
                 q.append(drafted[a + 1 + j])
     return Table(leaves, depth, torch.stack(p), torch.stack(q), ids, places, label)

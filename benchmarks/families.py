@@ -15,7 +15,6 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,8 @@ from accelerate import Accelerator
 from common import HERE, Remembering
 
 from draftsmith.drafters.target import Target
-from draftsmith.recipes.compare import Settings, compare
+from draftsmith.recipes.commands import Compare
+from draftsmith.recipes.compare import compare
 from draftsmith.recipes.compare_page import markdown
 from draftsmith.train import checkpoint, recipe
 from draftsmith.train.loop import Trainer
@@ -42,7 +42,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "small-4": ("smol-small", {"layers": [0, 1, 28, 29]}),
     "small-8": ("smol-small", {"layers": [0, 1, 2, 3, 26, 27, 28, 29]}),
 }
-SETTINGS = Settings(limit=24, decode_limit=4, max_new_tokens=64, k=4)
+SETTINGS: dict[str, Any] = {"limit": 24, "decode_limit": 4, "max_new_tokens": 64, "k": 4, "seed": 0}
 COMMENT = """
 Published order, Vicuna-13B on Spec-Bench (arXiv 2401.07851, speedups): Medusa 1.80, EAGLE-1 2.16,
 Hydra 2.20, EAGLE-2 2.46, EAGLE-3 3.02. Those heads saw tens to hundreds of
@@ -82,13 +82,13 @@ def main() -> None:
     runs = [str(arguments.runs / f"family-{name}") for name in only]
     scratch = arguments.runs / "families"  # the target's answers lie there too
     began = time.perf_counter()
-    found = compare([*runs, "ngram"], SETTINGS, scratch)
-    found |= {"seed": SETTINGS.seed, "wall_seconds": time.perf_counter() - began}
+    found = compare(Compare([*runs, "ngram"], output=scratch, **SETTINGS))
+    found |= {"seed": SETTINGS["seed"], "wall_seconds": time.perf_counter() - began}
     (arguments.output / "families.json").write_text(json.dumps(found, indent=1) + "\n")
     text = markdown(found).replace("# Drafters for", "# Families on", 1)
     text += (
         f"\nEach was trained for {arguments.steps} steps of 512 packed tokens from its shipped "
-        f"recipe, on the same rows. Settings of the comparison: {asdict(SETTINGS)}. Made by "
+        f"recipe, on the same rows. Settings of the comparison: {SETTINGS}. Made by "
         f"`benchmarks/families.py`.\n{COMMENT}"
     )
     (arguments.output / "families.md").write_text(text)

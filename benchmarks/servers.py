@@ -23,8 +23,9 @@ from common import HERE, cell, markdown, number
 from draftsmith.drafters.target import Target
 from draftsmith.eval.servers import tools
 from draftsmith.eval.servers.serving import KINDS
-from draftsmith.recipes.export import Request, export_checkpoint
-from draftsmith.recipes.serve_check import Settings, measure
+from draftsmith.recipes.commands import Export, ServeCheck
+from draftsmith.recipes.export import export_checkpoint
+from draftsmith.recipes.serve_check import measure
 
 K, TOKENS, PROMPTS, SEED = 4, 48, 8, 0
 
@@ -78,9 +79,18 @@ def served(checkpoint: Path, server: str, drafts: str) -> dict[str, Any]:
         gguf = None
         if server == "llama.cpp":
             gguf = tools.target_gguf(Target.load("smollm2").source)
-        export_checkpoint(Request(checkpoint, server, export, k=K, target_gguf=gguf))
+        export_checkpoint(Export(checkpoint, server, export, k=K, target_gguf=gguf))
         found = measure(
-            Settings(export, server, None, checkpoint, None, PROMPTS, K, drafts, TOKENS, SEED)
+            ServeCheck(
+                export,
+                server,
+                checkpoint=checkpoint,
+                limit=PROMPTS,
+                k=K,
+                drafts=drafts,
+                max_new_tokens=TOKENS,
+                seed=SEED,
+            )
         )
         found["server"]["command"] = found["server"]["command"].replace(folder, "TMP")
     return found | {"export": f"TMP/export (--to {server})"}

@@ -38,7 +38,7 @@ def certify(
     from draftsmith.eval.certify import certify as run
     from draftsmith.eval.provenance import provenance
     from draftsmith.eval.subject import Subject, untouched, untrained
-    from draftsmith.recipes.subjects import check_file
+    from draftsmith.recipes.shared import check_file
     from draftsmith.train import checkpoint as checkpoints
     from draftsmith.train.prompts import product_prompts
     from draftsmith.train.template import encode

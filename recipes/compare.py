@@ -31,32 +31,14 @@ from draftsmith.eval.provenance import provenance
 from draftsmith.eval.replay import replay, reported
 from draftsmith.eval.report import drafting_of, label
 from draftsmith.recipes import compare_page
-from draftsmith.recipes.once import digest, once
-from draftsmith.recipes.report import read_run
-from draftsmith.recipes.subjects import asked, make_folder, ngram
+from draftsmith.recipes.commands import Compare
+from draftsmith.recipes.options import judge
+from draftsmith.recipes.shared import digest, make_folder, ngram, once, read_run, take_prompts
 from draftsmith.train import checkpoint
 from draftsmith.train.heldout import HeldOut, answered
 from draftsmith.train.progress import CountLine
 
 SAMPLERS = (Sampler(0.0), Sampler(1.0))
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What decides the figures, besides the drafters. target None: the first drafter's own."""
-
-    target: str | None = None
-    prompts: str | None = None
-    limit: int = 32
-    decode_limit: int = 8
-    max_new_tokens: int = 96
-    k: int = 4
-    seed: int = 0
-    temperature: float | None = None  # None: 0 and 1
-
-    @property
-    def samplers(self) -> tuple[Sampler, ...]:
-        return SAMPLERS if self.temperature is None else (Sampler(self.temperature),)
 
 
 @dataclass(frozen=True)
@@ -68,26 +50,33 @@ class Entry:
     run: Path | None
 
 
+def run(settings: Compare) -> None:
+    """Makes the comparison and prints its tables."""
+    found = compare(settings)
+    compare_page.show(found)
+    print(f"written: {settings.output}/compare.html, compare.md, compare.json")
+    judge(not compare_page.broken(found))
+
+
 def compare(
-    drafters: Sequence[str],
-    settings: Settings,
-    output: Path,
+    settings: Compare,
     target: Target | None = None,
+    samplers: Sequence[Sampler] = SAMPLERS,
     notes: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Writes OUTPUT and returns compare.json's content.
+    """Writes the comparison and returns compare.json's content.
 
     target: the settings' own where the caller has it loaded; notes: what the page says first.
     Raises UserError before anything is loaded: no drafter there, one made for another target.
     """
-    entries = [_entry(text) for text in drafters]
+    entries = [_entry(text) for text in settings.drafters]
     names = [entry.name for entry in entries]
     for name in names:
         if names.count(name) > 1:
             raise UserError(f"{name}: given twice; give each drafter once, in folders of own names")
     about = {e.name: base.read_config(e.place) for e in entries if e.place}
     spec = settings.target or next((a["target"]["spec"] for a in about.values()), "smollm2")
-    prompts = asked(settings.prompts, settings.limit)
+    prompts, output = take_prompts(settings.prompts, settings.limit), settings.output
     make_folder(output)
     target = target or Target.load(spec, dtype=torch.float32)  # parity is defined in fp32
     for entry in entries:
@@ -97,8 +86,10 @@ def compare(
         label(sampler): answered(
             output / "heldout", target, prompts, sampler, settings.max_new_tokens, settings.seed
         )
-        for sampler in settings.samplers
+        for sampler in samplers
     }
+    decides = asdict(settings)
+    del decides["drafters"], decides["output"]
     line = CountLine("compare", len(entries))
     found = {}
     for entry in entries:
@@ -107,7 +98,7 @@ def compare(
             "heldout": {name: held.content_hash for name, held in sets.items()},
             "revision": target.identity()["revision"],
             "device": str(target.device),
-            **asdict(settings),
+            **decides,
         }
         found[entry.name], made = once(
             output / f"{entry.name}.json",
@@ -147,7 +138,7 @@ def _entry(text: str) -> Entry:
 
 
 def _measured(
-    entry: Entry, target: Target, sets: dict[str, HeldOut], settings: Settings
+    entry: Entry, target: Target, sets: dict[str, HeldOut], settings: Compare
 ) -> dict[str, Any]:
     drafter = base.load(entry.place, target) if entry.place else ngram(target)
     k = min(settings.k, drafter.longest or settings.k)
@@ -174,7 +165,7 @@ def _at(
     target: Target,
     held: HeldOut,
     k: int,
-    settings: Settings,
+    settings: Compare,
     learned: int | None,
     line: CountLine,
 ) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from draftsmith.drafters.source import gguf_file
 from draftsmith.drafters.target import Target
 from draftsmith.recipes import card
 from draftsmith.recipes.card import ReadBack
+from draftsmith.recipes.commands import Export
 from draftsmith.train.prompts import product_prompts
 from draftsmith.train.template import encode
 
@@ -37,35 +37,29 @@ K = 3  # of a drafter without a run
 DEPTHS, ROWS = 3, 64  # of the draft, and tokens of text, that are read back
 
 
-@dataclass(frozen=True)
-class Request:
-    """What to export. None: target, k and length as the checkpoint and its run have them; output
-    exports/RUN-SERVER; target_gguf the target itself where it is one."""
-
-    checkpoint: Path
-    server: str
-    output: Path | None = None
-    target: str | None = None
-    k: int | None = None
-    length: int | None = None
-    dtype: str = "float32"
-    target_gguf: Path | None = None
-    plain: bool = False
+def run(asked: Export) -> None:
+    """Writes the export and prints how to serve it."""
+    folder, command = export_checkpoint(asked)
+    print(
+        f"written and read back: {folder} (card: README.md, card.json)\nserve it with:\n{command}"
+    )
 
 
-def export_checkpoint(asked: Request) -> tuple[Path, str]:
+def export_checkpoint(asked: Export) -> tuple[Path, str]:
     """Writes the export; returns its folder and the command to serve it.
 
-    Raises UserError, before the target is loaded where that can be told.
+    k and length stand in the run and the checkpoint, where they are not asked for; a target that is
+    a GGUF file is its own target_gguf. Raises UserError, before the target is loaded where that can
+    be told.
     """
     place, about = _checkpoint(asked.checkpoint)
     if asked.dtype not in DTYPES:
         raise UserError(f"--dtype: no {asked.dtype!r}; known are {', '.join(DTYPES)}")
-    if asked.plain and (asked.server, about["family"]) != ("vllm", "eagle"):
+    if asked.plain and (asked.to, about["family"]) != ("vllm", "eagle"):
         raise UserError("--plain: is a layout of EAGLE-3 for vllm; leave it out")
     k = asked.k or _recipe(place).get("k", K)
-    export.check_family(asked.server, about["family"], k)
-    folder = asked.output or Path("exports") / f"{_name(place)}-{asked.server}"
+    export.check_family(asked.to, about["family"], k)
+    folder = asked.output or Path("exports") / f"{_name(place)}-{asked.to}"
     if folder.exists():
         raise UserError(f"{folder}: is there already; give another --output, or remove it")
     spec = asked.target or about["target"]["spec"]
@@ -80,14 +74,14 @@ def export_checkpoint(asked: Request) -> tuple[Path, str]:
         asked.plain,
         _sampler(place),
     )
-    export.check(asked.server, drafter, serving)
+    export.check(asked.to, drafter, serving)
     scratch = folder.with_name(f".{folder.name}.writing")
     try:
         shutil.rmtree(scratch, ignore_errors=True)  # of an export that was killed
         scratch.mkdir(parents=True)
-        export.write(asked.server, drafter, scratch, serving)
+        export.write(asked.to, drafter, scratch, serving)
         read_back = _read_back(target, drafter, scratch, asked.dtype)
-        written = card.card(asked.server, drafter, place, folder, serving, read_back)
+        written = card.card(asked.to, drafter, place, folder, serving, read_back)
         card.write(scratch, written)
         os.replace(scratch, folder)
     except (OSError, SafetensorError) as error:

@@ -24,7 +24,8 @@ import torch
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.recipes import compare_page
-from draftsmith.recipes.compare import Settings, compare
+from draftsmith.recipes.commands import Compare
+from draftsmith.recipes.compare import compare
 from draftsmith.train import recipe
 from draftsmith.train.__main__ import train
 from draftsmith.train.progress import clock
@@ -100,16 +101,16 @@ def quickstart(folder: Path, demo: Demo | None = None) -> int:
             f"This is a demo: {len(samples)} answers, {tokens:,} tokens at temperature "
             f"{demo.temperature:g}. {REAL_RUN}"
         )
-        settings = Settings(
+        settings = Compare(
+            [*(str(folder / name) for name in RECIPES), "ngram"],
             target=demo.target,
             limit=demo.heldout_prompts,
             decode_limit=demo.decode_prompts,
             max_new_tokens=demo.decode_tokens,
             k=demo.k,
-            temperature=demo.temperature,
+            output=folder,
         )
-        runs = [*(str(folder / name) for name in RECIPES), "ngram"]
-        found = compare(runs, settings, folder, target, (about, *NEXT))
+        found = compare(settings, target, [Sampler(demo.temperature)], (about, *NEXT))
         for name in found["drafters"]:  # they count as said from now on
             (folder / f"{name}.json").unlink(missing_ok=True)
     compare_page.show(found)

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter
@@ -33,41 +32,36 @@ from draftsmith.eval.provenance import provenance
 from draftsmith.eval.replay import replay, reported
 from draftsmith.eval.sample_text import sample_text
 from draftsmith.eval.speed import Costs
-from draftsmith.recipes.once import digest, once
-from draftsmith.recipes.subjects import asked
+from draftsmith.recipes.commands import Report
+from draftsmith.recipes.options import judge
+from draftsmith.recipes.shared import digest, once, read_run, samples_of, take_prompts
 from draftsmith.train import checkpoint
-from draftsmith.train import recipe as recipes
 from draftsmith.train.heldout import HeldOut, also_trained_on, answered, slug
 from draftsmith.train.progress import CountLine
-from draftsmith.train.recipe import Recipe
 
 FOLDER = "report"
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What decides the figures, besides the run. k None: the run's own; target None likewise.
-
-    Decoding takes many times what replay does on the same prompts, hence fewer of them.
-    """
-
-    target: str | None = None
-    prompts: str | None = None  # a file, a folder or a hub name
-    limit: int = 32
-    decode_limit: int = 16
-    max_new_tokens: int = 128
-    k: int | None = None
-    seed: int = 0
+def run(asked: Report) -> None:
+    """Makes the report and prints what it says of speed."""
+    found = report(asked)
+    for name, timed in found["speed"].items():
+        print(f"{name}: {timed['verdict']}")
+    print(f"written: {asked.run / FOLDER}/report.html, report.md, report.json")
+    judge(all(decoded["parity"]["holds"] for decoded in found["decode"].values()))
 
 
-def report(run: Path, settings: Settings) -> dict[str, Any]:
+def report(settings: Report) -> dict[str, Any]:
     """Makes RUN/report and returns report.json's content.
 
-    Raises UserError: no run there, one that is still being trained, or its target is gone.
+    Decoding takes many times what replay does on the same prompts, hence fewer of them. Raises
+    UserError: no run there, one that is still being trained, or its target is
+    gone.
     """
+    run = settings.run
     recipe, steps = read_run(run)
     samplers = {pages.label(s): s for s in (Sampler(0.0), Sampler(1.0), recipe.sampler)}
-    prompts = asked(settings.prompts, settings.limit)
+    prompts = take_prompts(settings.prompts, settings.limit)
     about = {step: base.read_config(run / f"checkpoint-{step}") for step in steps}
     weights = {step: digest(run / f"checkpoint-{step}" / "model.safetensors") for step in steps}
     (run / FOLDER).mkdir(exist_ok=True)
@@ -136,32 +130,6 @@ def report(run: Path, settings: Settings) -> dict[str, Any]:
 # ---------------------------------------------------------------- the run
 
 
-def read_run(run: Path) -> tuple[Recipe, list[int]]:
-    """A run's recipe and the steps of its checkpoints. Raises UserError where it is none.
-
-    Of a run that adapted its target: the new target in the recipe, and the last step alone. Heads
-    of earlier steps belong to targets that nobody kept.
-    """
-    path = run / "recipe.yaml"
-    if not path.is_file():
-        raise UserError(f"{run}: no run there (recipe.yaml is missing); give a folder of runs/")
-    recipe = recipes.parse(yaml.safe_load(path.read_text()), str(path))
-    checkpoint.check_idle(run)
-    steps = checkpoint.steps(run)
-    if not steps:
-        raise UserError(f"{run}: has no checkpoint yet; train it first, or lower save_every")
-    if recipe.adapt:
-        if not (run / "target").is_dir():
-            raise UserError(f"{run}: its new target is not finished; run the same command again")
-        return recipe.model_copy(update={"target": str(run / "target")}), steps[-1:]
-    return recipe, steps
-
-
-def samples_of(run: Path, recipe: Recipe) -> Path:
-    """Where the answers lie, or lay, that the run learned from."""
-    return Path(recipe.samples) if recipe.samples else run / "samples"
-
-
 def best_step(run: Path, rows: Sequence[dict[str, Any]], served: str) -> tuple[int, str]:
     """The step that `best` points at, else that of the highest tau here; and who chose it."""
     link = run / "best"
@@ -228,7 +196,7 @@ def _decoded(
     drafter: Drafter,
     held: HeldOut,
     k: int,
-    settings: Settings,
+    settings: Report,
 ) -> dict[str, Any]:
     """evaluate's report, costs and one text of the best checkpoint, at one sampler."""
     prompts = [text.prompt for text in held.texts[: settings.decode_limit]]

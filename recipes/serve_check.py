@@ -8,13 +8,12 @@ import sys
 import tempfile
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from draftsmith.drafters import base, export
@@ -26,46 +25,31 @@ from draftsmith.eval.provenance import provenance
 from draftsmith.eval.servers import serving as servers
 from draftsmith.eval.servers.check import TEMPERATURES, Answers, collect, report
 from draftsmith.eval.servers.client import Running
-from draftsmith.recipes.subjects import asked, check_file, check_room
+from draftsmith.recipes.commands import ServeCheck
+from draftsmith.recipes.shared import check_file, check_room, take_prompts
 from draftsmith.train import checkpoint as checkpoints
+from draftsmith.train.progress import CountLine
 from draftsmith.train.template import encode
 
 CARD = "card.json"
 DRAFTS = ("greedy", "sampled")
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What decides the figures. server: "vllm", "llama.cpp" or a URL. k, drafts ("greedy" or
-    "sampled") None: the export's own."""
-
-    export: Path
-    server: str
-    target: str | None
-    checkpoint: Path | None
-    prompts: str | None
-    limit: int
-    k: int | None
-    drafts: str | None
-    max_new_tokens: int
-    seed: int
-
-    @property
-    def url(self) -> bool:
-        return self.server.startswith(("http://", "https://"))
-
-
-def serve_check(settings: Settings, output: Path | None) -> bool:
-    """Prints one table and writes one JSON file; whether server and replay agree."""
-    check_file(output)
-    found = measure(settings)
+def run(asked: ServeCheck) -> None:
+    """Prints one table and writes one JSON file; exit code 1 where server and replay disagree."""
+    check_file(asked.output)
+    found = measure(asked)
     show(found, Console())
-    if output is not None:
-        checkpoints.write(output, json.dumps(found, indent=1) + "\n")
-        print(f"written: {output}")
+    if asked.output is not None:
+        checkpoints.write(asked.output, json.dumps(found, indent=1) + "\n")
+        print(f"written: {asked.output}")
     if not found["holds"]:
         print(f"error: server and replay disagree: {_why(found)}", file=sys.stderr)
-    return found["holds"]
+        raise typer.Exit(1)
+
+
+def is_url(server: str) -> bool:
+    return server.startswith(("http://", "https://"))
 
 
 def _why(found: dict[str, Any]) -> str:
@@ -85,32 +69,32 @@ def _why(found: dict[str, Any]) -> str:
     return causes
 
 
-def measure(settings: Settings) -> dict[str, Any]:
+def measure(settings: ServeCheck) -> dict[str, Any]:
     """Asks the server, with its drafter and without, and replays what it wrote; the report.
 
     Raises UserError before a model is loaded where that can be told.
     """
-    subject = _subject(settings)
+    subject, url = _subject(settings), is_url(settings.server)
     prompts, draft = subject.prompts, subject.draft
 
     def serve(with_draft: Draft | None, log: Path) -> AbstractContextManager[Running]:
-        if settings.url:
+        if url:
             return nullcontext(servers.running(settings.server))
         length = subject.length
         return servers.serving(settings.server, subject.target.source, with_draft, length, log)
 
     given: dict[bool, Answers] = {}
-    with tempfile.TemporaryDirectory(prefix="serve-check-") as folder, _progress() as progress:
-        for speculates in (True,) if settings.url else (False, True):
+    with tempfile.TemporaryDirectory(prefix="serve-check-") as folder:
+        for speculates in (True,) if url else (False, True):
             what = "speculative" if speculates else "plain"
-            task = progress.add_task(what, total=len(prompts) * len(TEMPERATURES))
+            line = CountLine(f"{what}: answers", len(prompts) * len(TEMPERATURES))
             log = Path(folder) / f"{what}.log"
             with serve(draft if speculates else None, log) as server:
-                if settings.url:
+                if url:
                     _check_draws(server.kind.name, subject.drafter, draft.drafts)
                 given[speculates] = collect(
                     server, prompts, settings.max_new_tokens, settings.seed,
-                    draft.k if speculates else None, partial(progress.advance, task),
+                    draft.k if speculates else None, line.count,
                 )  # fmt: skip
     command = server.child.command if server.child else []
     kind = server.kind
@@ -156,13 +140,14 @@ class _Subject:
     length: int
 
 
-def _subject(settings: Settings) -> _Subject:
+def _subject(settings: ServeCheck) -> _Subject:
     card = read_card(settings.export)
     checkpoint = settings.checkpoint or Path(card["drafter"]["checkpoint"])
     about = base.read_config(checkpoint)
     k = settings.k or int(card["serving"]["k"])
+    url = is_url(settings.server)
     draft = Draft(settings.export, about["family"], k, _drafts(settings, card))
-    if not settings.url:
+    if not url:
         servers.check(settings.server, draft.family, k)
         made_for = card["server"]["name"].lower()  # once cards said vLLM
         if made_for != settings.server:
@@ -170,13 +155,13 @@ def _subject(settings: Settings) -> _Subject:
                 f"{settings.export}: made for {made_for}; export the checkpoint --to "
                 f"{settings.server} to check it with that"
             )
-    suite = asked(settings.prompts, settings.limit)
+    suite = take_prompts(settings.prompts, settings.limit)
     spec = settings.target or about["target"].get("spec")
     if spec is None:
         raise UserError(f"{checkpoint}: names no target that it was made for; give --target")
     target = Target.load(spec, dtype=torch.float32)  # parity is defined in fp32
     drafter = base.load(checkpoint, target)
-    if not settings.url:
+    if not url:
         _check_draws(settings.server, drafter, draft.drafts)
     if drafter.longest is not None and k > drafter.longest:
         raise UserError(f"--k: {k} is more than this drafter's {drafter.longest} depths; lower it")
@@ -187,7 +172,7 @@ def _subject(settings: Settings) -> _Subject:
     return _Subject(target, checkpoint, drafter, draft, prompts, length)
 
 
-def _drafts(settings: Settings, card: dict[str, Any]) -> str:
+def _drafts(settings: ServeCheck, card: dict[str, Any]) -> str:
     """How the server is to draft at temperatures above 0: as the export's command has it."""
     drafts = settings.drafts or card["serving"].get("drafts", "greedy")
     if drafts not in DRAFTS:
@@ -277,13 +262,3 @@ def _rows(entry: dict[str, Any]) -> list[tuple[str, ...]]:
     if drawn:  # at which depths, the counts do not tell
         rows.append(("accepted past the end", "", "", str(entry["past_end"]), "", ""))
     return rows
-
-
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description:>12}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("answers"),
-        console=Console(stderr=True),
-    )

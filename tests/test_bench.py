@@ -30,8 +30,8 @@ from draftsmith.eval.bench import Asked, Cell, Store, check_memory, full_batches
 from draftsmith.eval.decoder.loop import Clock, Decoder
 from draftsmith.eval.decoder.round import Rounds
 from draftsmith.recipes import cli
-from draftsmith.recipes.bench import Request
-from draftsmith.recipes.bench import bench as bench_command
+from draftsmith.recipes.bench import run as bench_command
+from draftsmith.recipes.commands import Bench
 
 CPU = torch.device("cpu")
 PROMPTS = [Asked(ids, "code" if i % 2 else "chat") for i, ids in enumerate(tiny.prompts(4))]
@@ -271,9 +271,15 @@ def test_a_bench_goes_on_with_the_same_weights_on_the_same_machine_only(
 
     def bench_again() -> dict[str, Any]:
         bench_command(
-            Request(
-                target, [str(drafter)], [2], [], [1], [0.0], 4, prompts, 1, None, 0.5, output, 0
-            )
+            Bench(
+                target,
+                [str(drafter)],
+                k="2",
+                max_new_tokens=4,
+                prompts=prompts,
+                limit=1,
+                output=output,
+            )  # fmt: skip
         )
         return json.loads((output / "bench.json").read_text())
 

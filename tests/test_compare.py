@@ -23,7 +23,8 @@ from draftsmith.eval import candidates
 from draftsmith.eval.candidates import diagnose, ranks
 from draftsmith.eval.replay import moments, replay, tables
 from draftsmith.recipes import compare_page
-from draftsmith.recipes.compare import Entry, Settings, _learned, compare
+from draftsmith.recipes.commands import Compare
+from draftsmith.recipes.compare import Entry, _learned, compare
 from draftsmith.train import __main__ as train
 from training import World, save_target
 from walker import Visible, strangers
@@ -129,15 +130,15 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return world
 
 
-def settings(world: World, **changes: Any) -> Settings:
+def settings(world: World, drafters: list[str], output: Path, **changes: Any) -> Compare:
     small = {"prompts": str(world.prompts), "limit": 6, "decode_limit": 2, "max_new_tokens": 16}
-    return Settings(**(small | {"k": K} | changes))
+    return Compare(drafters, output=output, **(small | {"k": K} | changes))
 
 
 @pytest.fixture(scope="module")
 def found(world: World) -> dict[str, Any]:
     runs = [str(world.folder("one")), str(world.folder("two")), "ngram"]
-    return compare(runs, settings(world, target=str(world.target)), world.root / "out")
+    return compare(settings(world, runs, world.root / "out", target=str(world.target)))
 
 
 def test_figures(world: World, found: dict[str, Any]) -> None:
@@ -187,16 +188,16 @@ def test_again_measures_nothing(
 
     monkeypatch.setattr(module, "_measured", None)
     runs = [str(world.folder("one")), "ngram"]
-    again = compare(runs, settings(world, target=str(world.target)), world.root / "out")
+    again = compare(settings(world, runs, world.root / "out", target=str(world.target)))
     assert again["drafters"]["one"] == found["drafters"]["one"]
 
 
 def test_mistakes_are_told(world: World, tmp_path: Path) -> None:
     run = str(world.folder("one"))
     with pytest.raises(UserError, match="one: given twice"):
-        compare([run, run], settings(world), tmp_path)
+        compare(settings(world, [run, run], tmp_path))
     with pytest.raises(UserError, match="no drafter there"):
-        compare([str(tmp_path)], settings(world), tmp_path)
+        compare(settings(world, [str(tmp_path)], tmp_path))
     other = save_target(tmp_path / "other", vocab=40)
     with pytest.raises(UserError, match="made for another"):
-        compare([run], settings(world, target=str(other)), tmp_path / "out")
+        compare(settings(world, [run], tmp_path / "out", target=str(other)))

@@ -25,7 +25,8 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.recipes import card, cli
-from draftsmith.recipes.export import Request, export_checkpoint
+from draftsmith.recipes.commands import Export
+from draftsmith.recipes.export import export_checkpoint
 from test_export import target_gguf
 
 REPLAY = {
@@ -174,13 +175,13 @@ def test_what_is_read_back_wrong_is_not_left(
     base.save(made, place)
     monkeypatch.setattr(layouts, "save", wrong)
     with pytest.raises(UserError, match="read back differ by"):
-        export_checkpoint(Request(place, "vllm", tmp_path / "out"))
+        export_checkpoint(Export(place, "vllm", tmp_path / "out"))
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]
 
 
 def test_a_killed_export_leaves_no_folder(root: Path, tmp_path: Path) -> None:
     """Fault: files written in place, so that a server could be given half of them."""
-    asked = Request(root / "runs/eagle/best", "vllm", tmp_path / "out")
+    asked = Export(root / "runs/eagle/best", "vllm", tmp_path / "out")
     child = training.fork_export(asked)
     scratch = tmp_path / ".out.writing"
     deadline = time.monotonic() + 120
@@ -194,7 +195,7 @@ def test_a_killed_export_leaves_no_folder(root: Path, tmp_path: Path) -> None:
 
 
 def test_gguf_takes_the_target_that_is_served(root: Path, tmp_path: Path) -> None:
-    asked = Request(
+    asked = Export(
         root / "runs/eagle/best", "llama.cpp", tmp_path / "out", target_gguf=root / "target.gguf"
     )
     folder, said = export_checkpoint(asked)
@@ -204,9 +205,7 @@ def test_gguf_takes_the_target_that_is_served(root: Path, tmp_path: Path) -> Non
     assert foreign.load(folder / "draft.gguf", target).family == "eagle"
     with pytest.raises(UserError, match="another tokenizer|has 40 tokens"):
         other = target_gguf(tiny.target("Llama", vocab=40), tmp_path / "other.gguf")
-        export_checkpoint(
-            Request(asked.checkpoint, "llama.cpp", tmp_path / "no", target_gguf=other)
-        )
+        export_checkpoint(Export(asked.checkpoint, "llama.cpp", tmp_path / "no", target_gguf=other))
 
 
 @torch.no_grad()
@@ -239,7 +238,7 @@ def test_generate_accepts_what_our_decoder_accepts(root: Path, tmp_path: Path) -
     made = cls.create(target, cls.Config(layers=[0, 1, 3], embeddings="own")).eval()
     place.mkdir()
     base.save(made, place)
-    folder, said = export_checkpoint(Request(place, "transformers", tmp_path / "out", k=3))
+    folder, said = export_checkpoint(Export(place, "transformers", tmp_path / "out", k=3))
     assert "num_assistant_tokens = 3" in said
     hf = AutoModelForCausalLM.from_pretrained(root / "target", dtype=torch.float32)
     assistant = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -285,7 +284,7 @@ def test_a_checkpoint_that_is_cut_short(root: Path, tmp_path: Path) -> None:
         {n: t for n, t in whole.items() if n != "norm.weight"}, tmp_path / "model.safetensors"
     )
     with pytest.raises(UserError, match="tensor norm.weight is missing"):
-        export_checkpoint(Request(tmp_path, "vllm", tmp_path / "out"))
+        export_checkpoint(Export(tmp_path, "vllm", tmp_path / "out"))
 
 
 def test_a_card_shows_one_tau_where_both_are_one() -> None:

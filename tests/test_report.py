@@ -38,7 +38,7 @@ from draftsmith.eval.replay import Table, moments, summarise, tables
 from draftsmith.eval.sample_text import sample_text
 from draftsmith.recipes import cli
 from draftsmith.recipes import report as recipe_report
-from draftsmith.recipes.report import Settings
+from draftsmith.recipes.commands import Report
 from draftsmith.train import __main__ as train
 from draftsmith.train.heldout import also_trained_on
 from draftsmith.train.imported import import_answers
@@ -63,13 +63,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     domains = ["sea"] * 3 + ["hill"] * 8 + ["wood"] * 4
     asked = [row | {"category": name} for row, name in zip(rows, domains, strict=False)]
     (world.root / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
-    recipe_report.report(world.folder("one"), settings(world.folder("one")))
+    recipe_report.report(settings(world.folder("one")))
     return world.folder("one")
 
 
-def settings(run: Path) -> Settings:
-    return Settings(
-        prompts=run.parents[1] / "asked.jsonl", limit=12, decode_limit=6, max_new_tokens=20
+def settings(run: Path) -> Report:
+    return Report(
+        run, prompts=run.parents[1] / "asked.jsonl", limit=12, decode_limit=6, max_new_tokens=20
     )
 
 
@@ -364,7 +364,7 @@ def test_a_second_report_makes_nothing(
         monkeypatch.setattr(recipe_report, name, _never)
     monkeypatch.setattr(speed, "measure", _never)
     monkeypatch.setattr(Decoder, "generate", _never)
-    again = recipe_report.report(run, settings(run))
+    again = recipe_report.report(settings(run))
     assert figures(json.loads(json.dumps(again))) == figures(report)
 
 
@@ -382,19 +382,19 @@ def test_a_stopped_report_goes_on(
         return replay(*args)
 
     monkeypatch.setattr(recipe_report, "replay", counted)
-    wanted = recipe_report.Settings(**vars(settings(run)))
+    wanted = replace(settings(run), run=here)
     with pytest.raises(KeyboardInterrupt):
-        recipe_report.report(here, wanted)
-    found = recipe_report.report(here, wanted)
+        recipe_report.report(wanted)
+    found = recipe_report.report(wanted)
     assert len(calls) == 5 + 4  # two checkpoints at two samplers were left
     assert found["by_checkpoint"] == report["by_checkpoint"]
     shutil.copy(here / "checkpoint-4" / "model.safetensors", here / "checkpoint-8")
-    found = recipe_report.report(here, wanted)
+    found = recipe_report.report(wanted)
     assert len(calls) == 9 + 2
     first, second, *_ = found["by_checkpoint"]
     assert first["replay"] == second["replay"]
     (here / "report" / "checkpoint-12.json").write_text('{"key": ')  # cut short by a full disk
-    recipe_report.report(here, wanted)
+    recipe_report.report(wanted)
     assert len(calls) == 11 + 2
 
 
@@ -504,7 +504,7 @@ def test_drafts_are_no_longer_than_the_drafter_has_depths(
     monkeypatch.setattr(recipe_report, "answered", lambda *args: None)
     monkeypatch.setattr(recipe_report, "_replays", stop)
     with pytest.raises(KeyboardInterrupt):
-        recipe_report.report(here, Settings(prompts=prompts))
+        recipe_report.report(Report(here, prompts=prompts))
     assert told == [3]
 
 

@@ -18,7 +18,8 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.target import Target
 from draftsmith.eval.servers.serving import KINDS
 from draftsmith.recipes import cli
-from draftsmith.recipes.export import Request, export_checkpoint
+from draftsmith.recipes.commands import Export
+from draftsmith.recipes.export import export_checkpoint
 from fake_server import Decoding
 from training import save_target, write_prompts
 
@@ -55,7 +56,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Place:
     for name, one in (("checkpoint", drafter), ("other", other)):
         (root / name).mkdir()
         base.save(one, root / name)
-    export, _ = export_checkpoint(Request(root / "checkpoint", "vllm", root / "export", k=3))
+    export, _ = export_checkpoint(Export(root / "checkpoint", "vllm", root / "export", k=3))
     card = json.loads((export / "card.json").read_text())
     return Place(root, export, write_prompts(root / "prompts.jsonl", 6), drafter, other, card)
 

@@ -28,7 +28,7 @@ from draftsmith.drafters import base
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
-from draftsmith.recipes import card, export
+from draftsmith.recipes import card, commands, export
 from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, features, learner, ranks
 from draftsmith.train.loop import Trainer
@@ -210,12 +210,12 @@ def answer_together(
         raise SystemExit(f"error: {error}") from None
 
 
-def fork_export(asked: export.Request) -> BaseProcess:
+def fork_export(asked: commands.Export) -> BaseProcess:
     """A process that exports, and sleeps when all is written but the card."""
     return _forked(_export, asked)
 
 
-def _export(asked: export.Request) -> None:
+def _export(asked: commands.Export) -> None:
     torch.set_num_threads(1)
     card.write = lambda *args: time.sleep(600)  # type: ignore[assignment]
     export.export_checkpoint(asked)

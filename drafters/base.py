@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -56,6 +56,11 @@ class Guesses:
     """What a drafter without q proposes: tokens (B, A, K) in target ids, -1 for none."""
 
     tokens: Tensor
+
+
+def entry(default: Any, meaning: str, **bounds: Any) -> Any:
+    """A key of a recipe or of a family: `draftsmith keys` lists all three."""
+    return Field(default=default, description=meaning, **bounds)
 
 
 class DrafterConfig(BaseModel):

@@ -16,10 +16,9 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
-from draftsmith.drafters.base import DrafterConfig, register
+from draftsmith.drafters.base import DrafterConfig, entry, register
 from draftsmith.drafters.causal_lm import Tap
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.layers import MLP, Block, BlockConfig, RMSNorm, SelfAttention, init_weights
@@ -31,24 +30,17 @@ from draftsmith.drafters.shell import Shell
 class EagleConfig(DrafterConfig):
     """Off, norm_before_residual is what all four servers take."""
 
-    taps: list[int | Literal["normed"]] | None = Field(
-        default=None, min_length=1, description="Layers read, of L; default: [2, L//2, L-3]."
+    taps: list[int | Literal["normed"]] | None = entry(
+        None, "Layers read, of L; default: [2, L//2, L-3].", min_length=1
     )
     draft_vocab: DraftVocab = None
-    head: Literal["own", "target"] = Field(
-        default="own",
-        description="own: a trained lm_head that starts as the target's; or that, frozen.",
+    head: Literal["own", "target"] = entry(
+        "own", "own: a trained lm_head that starts as the target's; or that, frozen."
     )
-    norm_before_residual: bool = Field(
-        default=False, description="The residual is the normed state."
-    )
-    norm_before_fc: bool = Field(
-        default=False, description="One norm over the features side by side."
-    )
-    fc_norm: bool = Field(default=False, description="A norm for each tap.")
-    norm_output: bool = Field(
-        default=False, description="The state fed back is the one lm_head reads."
-    )
+    norm_before_residual: bool = entry(False, "The residual is the normed state.")
+    norm_before_fc: bool = entry(False, "One norm over the features side by side.")
+    fc_norm: bool = entry(False, "A norm for each tap.")
+    norm_output: bool = entry(False, "The state fed back is the one lm_head reads.")
     block: Block = None
 
 

@@ -18,10 +18,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
-from draftsmith.drafters.base import DrafterConfig, Unroll, register
+from draftsmith.drafters.base import DrafterConfig, Unroll, entry, register
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.layers import MLP, Block, BlockConfig, RMSNorm, SelfAttention, init_weights
@@ -32,7 +31,7 @@ from draftsmith.drafters.shell import Shell
 class Eagle1Config(DrafterConfig):
     training = frozenset({"regression"})
     block: Block = None
-    regression: float = Field(default=0.0, ge=0, description="Weight of its states' distance.")
+    regression: float = entry(0.0, "Weight of its states' distance.", ge=0)
 
 
 @register

@@ -15,10 +15,9 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
-from draftsmith.drafters.base import DrafterConfig, Policy, Proposal, Unroll, rows_of
+from draftsmith.drafters.base import DrafterConfig, Policy, Proposal, Unroll, entry, rows_of
 from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.grow import grow
@@ -28,12 +27,11 @@ from draftsmith.drafters.shell import Shell
 
 
 class HeadsConfig(DrafterConfig):
-    heads: int = Field(default=4, ge=1, description="One for each depth: the longest draft.")
-    layers: int = Field(default=1, ge=1, description="Residual blocks in each head.")
+    heads: int = entry(4, "One for each depth: the longest draft.", ge=1)
+    layers: int = entry(1, "Residual blocks in each head.", ge=1)
     draft_vocab: DraftVocab = None
-    head: Literal["own", "target"] = Field(
-        default="own",
-        description="own: each trains an lm_head, from the target's; or all share that one.",
+    head: Literal["own", "target"] = entry(
+        "own", "own: each trains an lm_head, from the target's; or all share that one."
     )
 
 

@@ -27,12 +27,19 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
 from draftsmith.drafters import mtp_weights
 from draftsmith.drafters.attention import tree_seen
-from draftsmith.drafters.base import DrafterConfig, Policy, Proposal, Unroll, register, rows_of
+from draftsmith.drafters.base import (
+    DrafterConfig,
+    Policy,
+    Proposal,
+    Unroll,
+    entry,
+    register,
+    rows_of,
+)
 from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.cache import Slab
 from draftsmith.drafters.errors import UserError
@@ -48,14 +55,12 @@ class MtpConfig(DrafterConfig):
     embedding beside position 0 as 0 in MiMo's layout (vLLM, SGLang).
     """
 
-    modules: int = Field(default=1, ge=1, description="1 recursive, or one for each depth.")
-    init: Literal["fresh", "target"] = Field(
-        default="fresh", description="target: start from the modules that its checkpoint ships."
+    modules: int = entry(1, "1 recursive, or one for each depth.", ge=1)
+    init: Literal["fresh", "target"] = entry(
+        "fresh", "target: start from the modules that its checkpoint ships."
     )
     block: Block = None
-    zero_first: bool = Field(
-        default=True, description="The embedding beside position 0 counts as 0."
-    )
+    zero_first: bool = entry(True, "The embedding beside position 0 counts as 0.")
 
 
 @dataclass

@@ -10,19 +10,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from torch import Tensor
 
-from draftsmith.drafters.base import Drafter, DrafterConfig, Guesses, Policy, Proposal, register
+from draftsmith.drafters.base import Drafter, DrafterConfig, Guesses, Proposal, entry, register
 from draftsmith.drafters.batch import Alignment, Batch
+from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Noise, Sampler
 
 
 class NgramConfig(DrafterConfig):
-    """max_n, min_n: the longest and shortest suffix looked up; longer matches win."""
+    """Longer matches win."""
 
-    max_n: int = Field(default=3, ge=1, description="Longest run of tokens that is looked up.")
-    min_n: int = Field(default=1, ge=1, description="Shortest run of tokens that is looked up.")
+    max_n: int = entry(3, "Longest run of tokens that is looked up.", ge=1)
+    min_n: int = entry(1, "Shortest run of tokens that is looked up.", ge=1)
 
     @model_validator(mode="after")
     def _ordered(self) -> NgramConfig:

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.drafters import selftest
 from draftsmith.drafters.attention import chain_step, packed_step
-from draftsmith.drafters.base import Drafter, DrafterConfig, Policy, Proposal, Unroll, register
+from draftsmith.drafters.base import Drafter, DrafterConfig, Proposal, Unroll, entry, register
 from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.cache import Slab
 from draftsmith.drafters.causal_lm import CausalLM, cut
 from draftsmith.drafters.errors import LOAD_ERRORS, UserError, reason
 from draftsmith.drafters.grow import grow
+from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.shell import Shell
 from draftsmith.drafters.source import resolve
@@ -35,19 +35,12 @@ class SmallConfig(DrafterConfig):
     that it started from.
     """
 
-    layers: list[int] | None = Field(
-        default=None, description="Target layers to keep, counted from 0; or:"
+    layers: list[int] | None = entry(None, "Target layers to keep, counted from 0; or:")
+    checkpoint: str | None = entry(None, "Any causal LM to start from: hub id, folder, GGUF file.")
+    embeddings: Literal["shared", "own"] | None = entry(
+        None, "layers: shared (default) with the target, frozen; own: trained copies."
     )
-    checkpoint: str | None = Field(
-        default=None, description="Any causal LM to start from: hub id, folder, GGUF file."
-    )
-    embeddings: Literal["shared", "own"] | None = Field(
-        default=None,
-        description="layers: shared (default) with the target, frozen; own: trained copies.",
-    )
-    architecture: dict[str, Any] | None = Field(
-        default=None, description="checkpoint: its config; filled in."
-    )
+    architecture: dict[str, Any] | None = entry(None, "checkpoint: its config; filled in.")
 
 
 @dataclass

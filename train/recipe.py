@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from draftsmith.drafters.base import DrafterConfig, family
+from draftsmith.drafters.base import DrafterConfig, entry, family
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import NOT_APPLIED, Sampler
 from draftsmith.train.objective import LOSSES, Objective
@@ -56,124 +56,73 @@ class Recipe(BaseModel):
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="The run lives in RUNS/NAME."
     )
-    runs: Place = Field(default="runs", description="Folder of all runs.")
-    target: str = Field(
-        default="smollm2", description="Hub id, folder, GGUF file, package:NAME or smollm2."
-    )
-    device_map: Spread = Field(
-        default=None,
-        description="auto, or {module: device}: spreads a target no one device can hold.",
-    )
+    runs: Place = entry("runs", "Folder of all runs.")
+    target: str = entry("smollm2", "Hub id, folder, GGUF file, package:NAME or smollm2.")
+    device_map: Spread = entry(None, "auto, or {module: device}: for a target no one device holds.")
     drafter: str = Field(description="The drafter's family, whose own keys stand beside these.")
 
-    samples: Place | None = Field(
-        default=None, description="A samples folder; without one, prompts are answered first."
+    samples: Place | None = entry(
+        None, "A samples folder; without one, prompts are answered first."
     )
-    prompts: Place | None = Field(
-        default=None,
-        description="Prompts to answer in place of draftsmith's own: a file, a mix, ..",
+    prompts: Place | None = entry(
+        None, "Prompts to answer, not draftsmith's own: a file, a mix, .."
     )
-    max_new_tokens: int = Field(default=192, ge=1, description="Of each answer.")
-    temperature: float = Field(
-        default=1.0, description="Of the answers, and of serving; 0 is greedy."
-    )
-    top_k: int = Field(default=0, description="0 switches top-k off.")
-    top_p: float = Field(default=1.0, description="1 switches top-p off.")
-    heldout: int = Field(
-        default=32, ge=1, description="Conversations kept for choosing the checkpoint."
-    )
+    max_new_tokens: int = entry(192, "Of each answer.", ge=1)
+    temperature: float = entry(1.0, "Of the answers, and of serving; 0 is greedy.")
+    top_k: int = entry(0, "0 switches top-k off.")
+    top_p: float = entry(1.0, "1 switches top-p off.")
+    heldout: int = entry(32, "Conversations kept for choosing the checkpoint.", ge=1)
 
-    depths: int = Field(default=3, ge=1, description="Depths unrolled in training.")
-    k: int = Field(
-        default=4, ge=1, description="Draft length at which replay's tau chooses the checkpoint."
+    depths: int = entry(3, "Depths unrolled in training.", ge=1)
+    k: int = entry(4, "Draft length at which replay's tau chooses the checkpoint.", ge=1)
+    start: Place | None = entry(
+        None, "A drafter folder, ours or foreign, that the run starts from."
     )
-    start: Place | None = Field(
-        default=None,
-        description="A drafter folder, ours or foreign, whose weights the run starts from.",
+    lora: int | None = entry(None, "Rank: only adapters of that drafter are trained.", ge=1)
+    adapt: int | None = entry(
+        None, "medusa: LoRA rank on the target, a new one in RUN/target.", ge=1
     )
-    lora: int | None = Field(
-        default=None, ge=1, description="Rank: adapters of that drafter are trained, nothing else."
+    adapt_lr: float = entry(2.5e-4, "adapt: of its adapters; the drafter's is lr.", gt=0)
+    adapt_after: float = entry(
+        0.25, "adapt: share of steps that train the drafter alone.", ge=0, lt=1
     )
-    adapt: int | None = Field(
-        default=None,
-        ge=1,
-        description="medusa: rank of a LoRA on the target, a new one in RUN/target.",
-    )
-    adapt_lr: float = Field(
-        default=2.5e-4, gt=0, description="adapt: of its adapters; the drafter's is lr."
-    )
-    adapt_after: float = Field(
-        default=0.25,
-        ge=0,
-        lt=1,
-        description="adapt: share of the steps that train the drafter alone.",
-    )
-    adapt_weight: float = Field(
-        default=0.2, ge=0, description="adapt: of the drafter's loss in the target, beside KL."
-    )
+    adapt_weight: float = entry(0.2, "adapt: of the drafter's loss in the target, beside KL.", ge=0)
 
-    loss: str | list[str] = Field(
-        default="kl", description="One of the losses, or a list, gone through as alpha_0 grows."
-    )
-    switch_alpha: list[float] = Field(
-        default_factory=list, description="alpha_0 that ends each loss of a list but the last."
-    )
+    loss: str | list[str] = entry("kl", "A loss, or a list, gone through as alpha_0 grows.")
+    switch_alpha: list[float] = entry([], "alpha_0 that ends each loss of a list but the last.")
     __annotations__.update(dict.fromkeys(NUMBERS, float))
     locals().update((key, LOSSES[loss].numbers[key]) for key, loss in NUMBERS.items())
-    depth_weights: DepthKind | list[float] = Field(
-        default="geometric",
-        description="Weights of depths: dpace and reach follow acceptance; or one number a depth.",
+    depth_weights: DepthKind | list[float] = entry(
+        "geometric", "Weights of depths: dpace and reach follow acceptance; or one number a depth."
     )
-    decay: float = Field(default=0.8, gt=0, le=1, description="geometric: depth j weighs decay**j.")
-    span: float = Field(
-        default=4.0, gt=0, description="exponential: depth j weighs exp(-j / span)."
+    decay: float = entry(0.8, "geometric: depth j weighs decay**j.", gt=0, le=1)
+    span: float = entry(4.0, "exponential: depth j weighs exp(-j / span).", gt=0)
+    per: Literal["token", "sequence"] = entry("token", "Whether tokens or texts count alike.")
+    feature_noise: float = entry(
+        0.0, "Half the width of uniform noise on training's features.", ge=0
     )
-    per: Literal["token", "sequence"] = Field(
-        default="token", description="Whether tokens or conversations count alike."
-    )
-    feature_noise: float = Field(
-        default=0.0, ge=0, description="Half the width of uniform noise on features in training."
-    )
-    anchors: int | None = Field(
-        default=None, ge=1, description="Anchors of a packed row that a step learns from, at most."
-    )
+    anchors: int | None = entry(None, "Anchors of a row that a step learns from, at most.", ge=1)
 
     steps: int = Field(ge=1, description="Optimizer steps.")
-    length: int = Field(default=512, ge=8, description="Tokens in a packed row.")
+    length: int = entry(512, "Tokens in a packed row.", ge=8)
     # A run that goes on with other processes keeps to its rows a step.
-    rows: int = Field(
-        default=2, ge=1, description="Packed rows in a micro-batch, for each process of the launch."
-    )
-    accumulation: int = Field(default=1, ge=1, description="Micro-batches in a step.")
-    lr: float = Field(default=1e-3, gt=0, description="Learning rate at its highest.")
-    warmup: float = Field(
-        default=0.05, ge=0, lt=1, description="Share of the steps in which lr rises."
-    )
-    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's.")
-    clip: float = Field(default=1.0, gt=0, description="Largest norm of a step's gradient.")
-    chunk: int = Field(
-        default=1024, ge=1, description="(anchor, depth) rows whose logits are alive at a time."
-    )
-    seed: int = Field(default=0, description="Keys every draw.")
+    rows: int = entry(2, "Packed rows in a micro-batch, for each process.", ge=1)
+    accumulation: int = entry(1, "Micro-batches in a step.", ge=1)
+    lr: float = entry(1e-3, "Learning rate at its highest.", gt=0)
+    warmup: float = entry(0.05, "Share of the steps in which lr rises.", ge=0, lt=1)
+    weight_decay: float = entry(0.0, "AdamW's.", ge=0)
+    clip: float = entry(1.0, "Largest norm of a step's gradient.", gt=0)
+    chunk: int = entry(1024, "(anchor, depth) rows whose logits are alive at a time.", ge=1)
+    seed: int = entry(0, "Keys every draw.")
 
-    feature_cache: Bytes | None = Field(
-        default=None, description="20GB: keeps the target's states on disk, at most so many bytes."
+    feature_cache: Bytes | None = entry(
+        None, "20GB: keeps the target's states on disk, at most so much."
     )
-    feature_dtype: Literal["bfloat16"] | None = Field(
-        default=None,
-        description="feature_cache: of its states; default: as the target computes them.",
-    )
-    save_every: int = Field(
-        default=100, ge=1, description="Steps between checkpoints, each one replayed."
-    )
-    patience: int = Field(
-        default=0, ge=0, description="Replays without a new best that end the run; 0: none do."
-    )
-    log_every: int = Field(default=10, ge=1, description="Steps between lines of figures.")
-    tracker: Trackers = Field(
-        default_factory=list,
-        description="none, wandb, tensorboard or a list; they get what metrics.jsonl holds.",
-    )
+    feature_dtype: Literal["bfloat16"] | None = entry(None, "feature_cache: of its states.")
+    save_every: int = entry(100, "Steps between checkpoints, each one replayed.", ge=1)
+    patience: int = entry(0, "Replays without a new best that end the run; 0: none do.", ge=0)
+    log_every: int = entry(10, "Steps between lines of figures.", ge=1)
+    tracker: Trackers = entry([], "none, wandb, tensorboard, or a list of them.")
 
     settings: dict[str, Any] = Field(default_factory=dict)  # the family's keys, validated
 

@@ -1,5 +1,8 @@
 """The front door: every `draftsmith` command, from quickstart to serve-check.
 
+A command's options stand once: in its function, in the file of its name, or in commands.py where
+its work takes several functions. Heavy imports wait until it runs, so that --help does not.
+
 A user's mistake is one line on stderr and exit code 2, before any compute is spent.
 """
 

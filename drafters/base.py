@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +30,12 @@ from draftsmith.drafters.grow import Proposal
 from draftsmith.drafters.policy import Policy, StaticTree
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.shell import Shell
+from draftsmith.drafters.state import DrafterState
 from draftsmith.drafters.vocab import VocabMap
 
 logger = logging.getLogger(__name__)
+
+State = TypeVar("State", bound=DrafterState)
 
 
 @dataclass
@@ -77,8 +80,11 @@ class DrafterConfig(BaseModel):
         return self.model_dump(exclude=set(self.training))
 
 
-class Drafter(nn.Module, ABC):
-    """A drafter for one target. Its own parameters are what is trained and stored."""
+class Drafter(nn.Module, ABC, Generic[State]):
+    """A drafter for one target. Its own parameters are what is trained and stored.
+
+    State: the family's own, which `start` makes and `extend`, `begin` and `propose` update.
+    """
 
     family: ClassVar[str]
     Config: ClassVar[type[DrafterConfig]]
@@ -131,12 +137,12 @@ class Drafter(nn.Module, ABC):
         raise NotImplementedError(f"{self.family} has no loss of its own")
 
     @abstractmethod
-    def start(self, rows: int, capacity: int) -> Any:
+    def start(self, rows: int, capacity: int) -> State:
         """A fresh state for `rows` requests of at most `capacity` positions."""
 
     @abstractmethod
     def extend(
-        self, state: Any, tokens: Tensor, features: dict[str, Tensor], counts: Tensor
+        self, state: State, tokens: Tensor, features: dict[str, Tensor], counts: Tensor
     ) -> None:
         """The next counts[b] tokens with known features, g_t beside x_t, right padded.
 
@@ -145,12 +151,12 @@ class Drafter(nn.Module, ABC):
         the anchor. A row with count 0 stays as it is.
         """
 
-    def begin(self, state: Any) -> None:
+    def begin(self, state: State) -> None:
         """The whole prompt has been given: from here on each extend follows a propose."""
 
     @abstractmethod
     def propose(
-        self, state: Any, root: Tensor, policy: Policy, sampler: Sampler, noise: Noise
+        self, state: State, root: Tensor, policy: Policy, sampler: Sampler, noise: Noise
     ) -> Proposal:
         """Drafts after root (B,), the token that follows the anchor."""
 

@@ -85,6 +85,10 @@ class Slab:
         """Advances each row's length by counts (B,)."""
         self.length += counts
 
+    def reset(self) -> None:
+        """Forgets every row; what lies in the slots is overwritten in time."""
+        self.length.zero_()
+
     def keep(self, rows: Tensor) -> None:
         """Drops all rows but these (n,)."""
         self.length = self.length[rows]

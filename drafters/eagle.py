@@ -22,7 +22,7 @@ from draftsmith.drafters.base import DrafterConfig, entry, register
 from draftsmith.drafters.causal_lm import Tap
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.layers import MLP, Block, BlockConfig, RMSNorm, SelfAttention, init_weights
-from draftsmith.drafters.one_layer import OneLayer
+from draftsmith.drafters.one_layer import OneLayer, OneLayerState
 from draftsmith.drafters.reduced import DraftVocab, ReducedVocab
 from draftsmith.drafters.shell import Shell
 
@@ -45,7 +45,7 @@ class EagleConfig(DrafterConfig):
 
 
 @register
-class Eagle(ReducedVocab, OneLayer):
+class Eagle(ReducedVocab[OneLayerState], OneLayer):
     """See the module's docstring."""
 
     family = "eagle"

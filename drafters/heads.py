@@ -24,6 +24,7 @@ from draftsmith.drafters.grow import grow
 from draftsmith.drafters.reduced import DraftVocab, ReducedVocab
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.shell import Shell
+from draftsmith.drafters.state import DrafterState
 
 
 class HeadsConfig(DrafterConfig):
@@ -36,7 +37,7 @@ class HeadsConfig(DrafterConfig):
 
 
 @dataclass
-class HeadsState:
+class HeadsState(DrafterState):
     """g (B, H): the normed state at the anchor; length (B,): committed tokens."""
 
     g: Tensor
@@ -61,7 +62,7 @@ def zeroed(linear: nn.Linear) -> nn.Linear:
     return linear
 
 
-class Heads(ReducedVocab):
+class Heads(ReducedVocab[HeadsState]):
     """Base of the families with one head per depth."""
 
     Config = HeadsConfig

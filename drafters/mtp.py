@@ -48,6 +48,7 @@ from draftsmith.drafters.layers import MLP, Block, BlockConfig, RMSNorm, SelfAtt
 from draftsmith.drafters.one_layer import OneLayer, last_state
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.shell import Shell
+from draftsmith.drafters.state import DrafterState
 
 
 class MtpConfig(DrafterConfig):
@@ -64,7 +65,7 @@ class MtpConfig(DrafterConfig):
 
 
 @dataclass
-class ChainState:
+class ChainState(DrafterState):
     """slab: keys and values, one layer a module; states (B, n, H): what each module reads beside
     the next token."""
 

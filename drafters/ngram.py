@@ -17,6 +17,7 @@ from draftsmith.drafters.base import Drafter, DrafterConfig, Guesses, Proposal, 
 from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Noise, Sampler
+from draftsmith.drafters.state import DrafterState
 
 
 class NgramConfig(DrafterConfig):
@@ -33,7 +34,7 @@ class NgramConfig(DrafterConfig):
 
 
 @dataclass
-class NgramState:
+class NgramState(DrafterState):
     """buffer (B, S): the committed tokens; length (B,)."""
 
     buffer: Tensor
@@ -41,7 +42,7 @@ class NgramState:
 
 
 @register
-class Ngram(Drafter):
+class Ngram(Drafter[NgramState]):
     """See the module's docstring."""
 
     family = "ngram"
@@ -74,7 +75,7 @@ class Ngram(Drafter):
 
     def start(self, rows: int, capacity: int) -> NgramState:
         device = self.target.device
-        buffer = torch.full((rows, capacity), -1, dtype=torch.long, device=device)
+        buffer = torch.zeros(rows, capacity, dtype=torch.long, device=device)
         return NgramState(buffer, torch.zeros(rows, dtype=torch.long, device=device))
 
     def extend(

@@ -30,17 +30,18 @@ from draftsmith.drafters.diagonal import causal_and_diagonal
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.layers import SelfAttention
 from draftsmith.drafters.sampling import Noise, Sampler
+from draftsmith.drafters.state import DrafterState
 
 
 @dataclass
-class OneLayerState:
+class OneLayerState(DrafterState):
     """slab: keys and values of committed pairs; fused (B, H): the state at the anchor."""
 
     slab: Slab
     fused: Tensor
 
 
-class OneLayer(Drafter):
+class OneLayer(Drafter[OneLayerState]):
     """A family says what its states are (`fuse`, `fed_back`) and what its layer is (`inputs`,
     `attention`, `finish`); hidden states of an unroll are what `finish` returns."""
 

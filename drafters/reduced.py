@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.base import Drafter, State
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.vocab import VocabMap, most_frequent
 
@@ -20,7 +20,7 @@ DraftVocab = Annotated[
 ]
 
 
-class ReducedVocab(Drafter):
+class ReducedVocab(Drafter[State]):
     """Base of the families whose draft vocabulary may be smaller than the target's."""
 
     def keep(self, size: int) -> None:

@@ -26,6 +26,7 @@ from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.shell import Shell
 from draftsmith.drafters.source import resolve
+from draftsmith.drafters.state import DrafterState
 from draftsmith.drafters.tokenizer_hash import tokenizer_hash
 from draftsmith.drafters.vocab import VocabMap
 
@@ -44,7 +45,7 @@ class SmallConfig(DrafterConfig):
 
 
 @dataclass
-class SmallState:
+class SmallState(DrafterState):
     """slab: the draft model's cache; last (B,): the anchor's token.
 
     drafted: whether the prompt has ended. From then on extend commits the root and accepted drafts,
@@ -57,7 +58,7 @@ class SmallState:
 
 
 @register
-class Small(Drafter):
+class Small(Drafter[SmallState]):
     """See the module's docstring."""
 
     family = "small"

@@ -17,11 +17,12 @@ from draftsmith.drafters.base import Drafter, Guesses, Policy, Proposal
 from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.grow import from_states, grow
 from draftsmith.drafters.sampling import Noise, Sampler
+from draftsmith.drafters.state import DrafterState
 from draftsmith.drafters.target import Target
 
 
 @dataclass
-class RehearsedState:
+class RehearsedState(DrafterState):
     """length (B,): committed tokens."""
 
     length: Tensor
@@ -30,7 +31,7 @@ class RehearsedState:
 _RANKS = (0, 0, 1, 0, 2, 0, 3, 1)  # of the right token, by the hash of its place
 
 
-class Rehearsed(Drafter):
+class Rehearsed(Drafter[RehearsedState]):
     """texts: each row id's whole text, prompt and answer. Ranked drafts at every temperature."""
 
     family = "rehearsed"

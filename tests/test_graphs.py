@@ -19,10 +19,14 @@ from torch.utils._pytree import tree_leaves
 
 import test_contract as contract
 import tiny
+import toys
 from draftsmith.drafters import cache
 from draftsmith.drafters.base import Policy
+from draftsmith.drafters.ngram import NgramState
+from draftsmith.drafters.one_layer import OneLayerState
 from draftsmith.drafters.policy import StaticTree, Tree
 from draftsmith.drafters.sampling import Sampler
+from draftsmith.drafters.state import DrafterState
 from draftsmith.eval.decoder import graphs, loop
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.round import Rounds
@@ -150,6 +154,47 @@ def test_replayed_rounds_equal_eager_ones(
     made = contract.drafter(name)
     eager, replayed = both(made, made.target, policy, sampler, monkeypatch)
     assert eager == replayed
+
+
+def either() -> toys.ToyEither:
+    return toys.ToyEither(contract.drafter("ngram"), contract.drafter("mtp"))
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
+def test_a_state_inside_a_state(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults: caches inside it are not bounded; other prompts find what the last ones left."""
+    made = either()
+    eager, replayed = both(made, made.target, Policy(3), sampler, monkeypatch)
+    assert eager == replayed
+    accepted = [r.accepted for text in eager for r in text.rounds]
+    assert any(accepted), "no draft is accepted: what the states hold would not show"
+
+
+@pytest.mark.parametrize("kind", [NgramState, OneLayerState])
+def test_a_state_inside_a_state_is_not_reset(
+    kind: type[DrafterState], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted fault: what either of the two read of the last prompts is still there."""
+    monkeypatch.setattr(kind, "reset", lambda self: None)
+    monkeypatch.setattr(loop, "_STEP", 256)  # room for both prompts
+    made = either()
+    eager, replayed = both(made, made.target, Policy(3), SAMPLERS[1], monkeypatch)
+    assert eager[:2] == replayed[:2] and eager[2:] != replayed[2:]
+
+
+def test_a_batch_is_reset_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: a fresh state, as large as a cache, beside the one that graphs read."""
+    monkeypatch.setattr(graphs, "capture", capture)
+    made = either()
+    decoder = Decoder(made.target, made, Policy(3), graphs=True)
+    decoder.generate(tiny.prompts(2, 1), Sampler(0.0), 8)
+    (found,) = decoder.captured.values()
+    with torch.inference_mode(), Tape() as tape:
+        found.rounds.reset(found.rounds.ids)
+    assert len(tape.steps) > 8
+    kept = {t.untyped_storage().data_ptr() for t in _tensors(found.rounds, set())}
+    made_anew = [t for *_, out in tape.steps for t in tree_leaves(out) if _is(t)]
+    assert all(t.untyped_storage().data_ptr() in kept for t in made_anew)
 
 
 def test_views_as_wide_as_a_gpu_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,12 @@
-"""A toy drafter that carries the contract to a shape which the shipped families do not have.
+"""Toy drafters of shapes which the shipped families do not have.
 
 toy-block: a bidirectional block, so that hidden states depend on k, with a head that reads `prev`.
+toy-either: two drafters in one, so that a state holds states.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +19,7 @@ from draftsmith.drafters.cache import Slab
 from draftsmith.drafters.grow import from_states, grow
 from draftsmith.drafters.layers import BlockConfig, RMSNorm, SelfAttention, init_weights
 from draftsmith.drafters.sampling import Noise, Sampler
+from draftsmith.drafters.state import DrafterState
 from draftsmith.drafters.target import Target
 
 
@@ -26,8 +30,15 @@ class ToyBlockConfig(base.DrafterConfig):
     rank: int = 8
 
 
+@dataclass
+class ToyBlockState(DrafterState):
+    """slab: keys and values of the context, and of the block after it."""
+
+    slab: Slab
+
+
 @base.register
-class ToyBlock(Drafter):
+class ToyBlock(Drafter[ToyBlockState]):
     """A masked block: the root at position a+1 and k masks at a+2.., in one bidirectional layer.
 
     A depth-j query (mask j, which predicts its own slot) sees the projected features of positions
@@ -95,26 +106,75 @@ class ToyBlock(Drafter):
         hidden = (x + self.attend.output(mixed)).unflatten(1, (A, N))
         return rows_of(hidden[:, :, 1:], alignment, batch)
 
-    def start(self, rows: int, capacity: int) -> Slab:
-        return Slab(rows, capacity, self.mask.device)
+    def start(self, rows: int, capacity: int) -> ToyBlockState:
+        return ToyBlockState(Slab(rows, capacity, self.mask.device))
 
-    def extend(self, state: Slab, tokens: Tensor, features: dict, counts: Tensor) -> None:
-        slots = state.length.unsqueeze(1) + torch.arange(tokens.shape[1])
-        state.write(0, *self._context(features, slots), 0)
-        state.commit(counts)
+    def extend(self, state: ToyBlockState, tokens: Tensor, features: dict, counts: Tensor) -> None:
+        slots = state.slab.length.unsqueeze(1) + torch.arange(tokens.shape[1])
+        state.slab.write(0, *self._context(features, slots), 0)
+        state.slab.commit(counts)
 
     def propose(
-        self, state: Slab, root: Tensor, policy: Policy, sampler: Sampler, noise: Noise
+        self, state: ToyBlockState, root: Tensor, policy: Policy, sampler: Sampler, noise: Noise
     ) -> Proposal:
         """The block's keys lie in the slots after the context and are never committed."""
-        N = policy.k + 1
+        N, slab = policy.k + 1, state.slab
         x = self._block(root, policy.k)  # (B, N, H)
         normed = self.input_norm(x)
-        position = state.length.unsqueeze(1) + torch.arange(N)
-        pair = state.write(0, *self.attend.keys(normed, position), state.view(N))
+        position = slab.length.unsqueeze(1) + torch.arange(N)
+        pair = slab.write(0, *self.attend.keys(normed, position), slab.view(N))
         key, value = (self.attend.over_groups(each) for each in pair)
-        seen = torch.arange(key.shape[2]) < state.length.unsqueeze(1) + N  # (B, S)
+        seen = torch.arange(key.shape[2]) < slab.length.unsqueeze(1) + N  # (B, S)
         query = self.attend.queries(normed, position)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=seen[:, None, None])
         forward = from_states(self, (x + self.attend.output(mixed))[:, 1:])
-        return grow(root, state.length, policy, self.vocab, sampler, noise, forward)
+        return grow(root, slab.length, policy, self.vocab, sampler, noise, forward)
+
+
+@dataclass
+class ToyEitherState(DrafterState):
+    """A state inside a state, twice."""
+
+    lookup: DrafterState
+    other: DrafterState
+
+
+class ToyEither(Drafter[ToyEitherState]):
+    """Two drafters as one: lookup's drafts where it found k of them, else the other's.
+
+    other proposes from all of the target's vocabulary, and `extend` rewrites what it had drafted.
+    """
+
+    family = "toy-either"
+    Config = base.DrafterConfig
+
+    def __init__(self, lookup: Drafter, other: Drafter) -> None:
+        super().__init__(other.target, base.DrafterConfig())
+        self.lookup, self.other, self.taps = lookup, other, other.taps
+
+    def unroll(self, *given: object) -> Unroll:
+        raise NotImplementedError("it drafts only")
+
+    def start(self, rows: int, capacity: int) -> ToyEitherState:
+        return ToyEitherState(self.lookup.start(rows, capacity), self.other.start(rows, capacity))
+
+    def extend(self, state: ToyEitherState, *known: object) -> None:
+        self.lookup.extend(state.lookup, *known)
+        self.other.extend(state.other, *known)
+
+    def begin(self, state: ToyEitherState) -> None:
+        self.lookup.begin(state.lookup)
+        self.other.begin(state.other)
+
+    def propose(
+        self, state: ToyEitherState, root: Tensor, policy: Policy, sampler: Sampler, noise: Noise
+    ) -> Proposal:
+        found = self.lookup.propose(state.lookup, root, policy, sampler, noise)
+        drawn = self.other.propose(state.other, root, policy, sampler, noise)
+        full = (found.length == policy.k + 1).unsqueeze(1)
+        q = drawn.q
+        if q is not None:
+            following = found.tokens.roll(-1, dims=1).unsqueeze(2)
+            q = torch.where(full.unsqueeze(2), torch.zeros_like(q).scatter(2, following, 1.0), q)
+        tokens = torch.where(full, found.tokens, drawn.tokens)
+        return Proposal(tokens, drawn.parents, q, drawn.length)

@@ -7,9 +7,7 @@ still write, how far a cache may have grown) reaches them as tensors or picks an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,8 +15,10 @@ from torch import Tensor
 from draftsmith.drafters.attention import chain_step, tree_shape, tree_step
 from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.cache import Slab
+from draftsmith.drafters.chain_cache import ChainCache
 from draftsmith.drafters.grow import Proposal
 from draftsmith.drafters.sampling import Noise, Purpose, Sampler, argmax, pick
+from draftsmith.drafters.state import DrafterState
 from draftsmith.drafters.target import Target
 from draftsmith.eval.decoder import accept
 
@@ -53,13 +53,12 @@ class Rounds:
         self.target, self.drafter, self.policy = target, drafter, policy
         self.sampler, self.seed, self.fixed = sampler, seed, fixed
         self.slots = policy.slots if drafter else 1
-        self.capacity = capacity
         self.ids = ids
         self.round = torch.zeros_like(ids)
         self.root = torch.zeros_like(ids)
         self.active = torch.ones_like(ids, dtype=torch.bool)
         self.slab = target.cache(len(ids), capacity, self.slots)
-        self.state = drafter.start(len(ids), capacity) if drafter else None
+        self.state: DrafterState | None = drafter.start(len(ids), capacity) if drafter else None
         self.taps = drafter.taps if drafter else ()
         self.known: Known | None = None
 
@@ -71,8 +70,8 @@ class Rounds:
         self.slab.length.zero_()
         if self.known is not None:
             self.known.counts.zero_()  # the last texts' end is not news to these ones
-        if self.drafter:
-            _reset(self.state, self.drafter.start(len(ids), self.capacity))
+        if self.state is not None:
+            self.state.reset()
 
     @property
     def noise(self) -> Noise:
@@ -80,7 +79,7 @@ class Rounds:
 
     def prefill(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Reads prompts (B, W), right padded, counts (B,); returns each text's first token."""
-        for slab in (self.slab, *_slabs(self.state)):
+        for slab in self._slabs():
             slab.bound = 0  # nothing is written yet
         out = self.target(tokens, chain_step(self.slab, tokens.shape[1]), self.taps)
         self.slab.commit(counts)
@@ -209,7 +208,7 @@ class Rounds:
 
     def bound(self, longest: int) -> None:
         """Tells the caches how long any row is at most, so that none has to read its lengths."""
-        slabs = [self.slab, *_slabs(self.state)]
+        slabs = self._slabs()
         for slab in slabs:
             slab.bound = longest
         if self.fixed:  # to the end of the view, so that narrower steps of a round see all of it
@@ -217,32 +216,13 @@ class Rounds:
             for slab in slabs:
                 slab.bound = end
 
+    def _slabs(self) -> list[Slab | ChainCache]:
+        """The target's cache and the drafter's."""
+        return [self.slab, *(self.state.slabs() if self.state is not None else ())]
+
 
 def own_choice(logits: Tensor, sampler: Sampler, noise: Noise, position: Tensor) -> Tensor:
     """The target's own tokens (B, N) of logits (B, N, V), which stand at position (B, N)."""
     if sampler.greedy:
         return argmax(logits)
     return pick(sampler.probs(logits), noise.uniform(Purpose.TARGET, position, 0))
-
-
-def _slabs(state: Any) -> Iterator[Slab]:
-    """The caches in a drafter's state."""
-    if isinstance(state, Slab):
-        yield state
-    elif state is not None:
-        yield from (v for f in fields(state) if isinstance(v := getattr(state, f.name), Slab))
-
-
-def _reset(state: Any, fresh: Any) -> None:
-    """Makes a drafter's state a fresh one, in place."""
-    if isinstance(state, Slab):
-        state.length.zero_()
-        return
-    for name in (f.name for f in fields(state)):
-        old, new = getattr(state, name), getattr(fresh, name)
-        if isinstance(old, Tensor):
-            old.copy_(new)
-        elif isinstance(old, Slab):
-            old.length.zero_()
-        else:
-            setattr(state, name, new)

@@ -7,15 +7,16 @@ reads and what the next step takes for its state. The first state is the target'
 do vLLM 0.32, SGLang 0.5 and transformers 5.24 for every layout that mtp_weights.py reads, but that
 vLLM feeds GLM-4.5's state back before the norm.
 
-modules: 1 is one module applied again and again (FastMTP, arXiv 2509.18362). Rows, keys and
-positions: one_layer.py. vLLM and SGLang run a single module so, whatever it was trained for.
+modules: 1 is one module applied again and again (`SharedMtp`; FastMTP, arXiv 2509.18362). Rows,
+keys and positions: one_layer.py. vLLM and SGLang run a single module so, whatever it was trained
+for.
 
-modules: n is a chain of n, and no draft is longer. Row t of module j reads module j - 1's state of
-row t beside x_{t+1+j}, at RoPE position t. What a depth-j query of anchor a sees: module j's keys
-of rows t <= a, the last j of which read drafted tokens; every state goes back to target features.
-transformers (MTPCandidateGenerator) and vLLM's second runner (multi_module_mtp) serve the same:
-both run rows again whose drafted tokens were refused. In the slab the row of module j that reads
-x_p lies in slot p of layer j; slots up to j hold none.
+modules: n is a chain of n (`ChainMtp`), and no draft is longer. Row t of module j reads module
+j - 1's state of row t beside x_{t+1+j}, at RoPE position t. What a depth-j query of anchor a sees:
+module j's keys of rows t <= a, the last j of which read drafted tokens; every state goes back to
+target features. transformers (MTPCandidateGenerator) and vLLM's second runner (multi_module_mtp)
+serve the same: both run rows again whose drafted tokens were refused. In the slab the row of module
+j that reads x_p lies in slot p of layer j; slots up to j hold none.
 
 Modules made from scratch fit dense layouts only: MiMo's, which vLLM and SGLang take with one.
 """
@@ -23,7 +24,7 @@ Modules made from scratch fit dense layouts only: MiMo's, which vLLM and SGLang 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,9 +33,11 @@ from torch import Tensor, nn
 from draftsmith.drafters import mtp_weights
 from draftsmith.drafters.attention import tree_seen
 from draftsmith.drafters.base import (
+    Drafter,
     DrafterConfig,
     Policy,
     Proposal,
+    State,
     Unroll,
     entry,
     register,
@@ -45,7 +48,7 @@ from draftsmith.drafters.cache import Slab
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.layers import MLP, Block, BlockConfig, RMSNorm, SelfAttention, init_weights
-from draftsmith.drafters.one_layer import OneLayer, last_state
+from draftsmith.drafters.one_layer import OneLayer, OneLayerState, last_state
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.shell import Shell
 from draftsmith.drafters.state import DrafterState
@@ -62,15 +65,6 @@ class MtpConfig(DrafterConfig):
     )
     block: Block = None
     zero_first: bool = entry(True, "The embedding beside position 0 counts as 0.")
-
-
-@dataclass
-class ChainState(DrafterState):
-    """slab: keys and values, one layer a module; states (B, n, H): what each module reads beside
-    the next token."""
-
-    slab: Slab
-    states: Tensor
 
 
 class MtpModule(nn.Module):
@@ -102,12 +96,19 @@ class MtpModule(nn.Module):
 
 
 @register
-class Mtp(OneLayer):
-    """See the module's docstring."""
+class Mtp(Drafter[State]):
+    """The family: `Mtp(target, config)` makes the class that config.modules asks for."""
 
     family = "mtp"
     Config = MtpConfig
+    trees = True
     config: MtpConfig
+
+    def __new__(cls, target: Shell | None = None, config: MtpConfig | None = None) -> Mtp:
+        """Copying a drafter asks its own class, without arguments."""
+        if cls is not Mtp or config is None:
+            return super().__new__(cls)
+        return super().__new__(ChainMtp if config.modules > 1 else SharedMtp)
 
     def __init__(self, target: Shell, config: MtpConfig) -> None:
         """Raises UserError for a block of another width than the target's."""
@@ -119,7 +120,6 @@ class Mtp(OneLayer):
                 "whose states these modules read"
             )
         self.taps = ["normed"]
-        self.longest = config.modules if config.modules > 1 else None
         self.layers = nn.ModuleList(MtpModule(block) for _ in range(config.modules))
         init_weights(self)
 
@@ -144,12 +144,8 @@ class Mtp(OneLayer):
     def module(self, j: int) -> MtpModule:
         return cast(MtpModule, self.layers[j])
 
-    @property
-    def attention(self) -> SelfAttention:
-        return self.module(0).self_attn
-
     def fuse(self, features: dict[str, Tensor]) -> Tensor:
-        return features["normed"].to(self.attention.q_proj.weight.dtype)
+        return features["normed"].to(self.module(0).eh_proj.weight.dtype)
 
     def inputs(
         self, tokens: Tensor, state: Tensor, position: Tensor, j: int = 0
@@ -159,21 +155,44 @@ class Mtp(OneLayer):
             embedded = torch.where((position == 0).unsqueeze(2), 0.0, embedded)
         return self.module(j).inputs(embedded, state)
 
-    def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
-        return self.module(0).finish(residual, mixed)
-
     def logits(self, hidden: Tensor, prev: Tensor, depth: Tensor) -> Tensor:
         return self.target.unembed(hidden)
 
+
+class SharedMtp(Mtp[OneLayerState], OneLayer):
+    """One module for all depths."""
+
+    @property
+    def attention(self) -> SelfAttention:
+        return self.module(0).self_attn
+
+    def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
+        return self.module(0).finish(residual, mixed)
+
+
+@dataclass
+class ChainState(DrafterState):
+    """slab: keys and values, one layer a module; states (B, n, H): what each module reads beside
+    the next token."""
+
+    slab: Slab
+    states: Tensor
+
+
+class ChainMtp(Mtp[ChainState]):
+    """One module for each depth."""
+
+    def __init__(self, target: Shell, config: MtpConfig) -> None:
+        super().__init__(target, config)
+        self.longest = config.modules
+
     def unroll(self, batch: Batch, alignment: Alignment) -> Unroll:
-        """A chain's modules are one causal pass each, over all rows: the next one reads them."""
-        if self.longest is None:
-            return super().unroll(batch, alignment)
+        """Modules are one causal pass each, over all rows: the next one reads them."""
         at = alignment.anchors.clamp(min=0).unsqueeze(2)  # (B, A, 1)
         seen = batch.segment.unsqueeze(2) == batch.segment.unsqueeze(1)
         seen &= batch.position.unsqueeze(1) <= batch.position.unsqueeze(2)  # (B, T, T)
         state, states = self.fuse(batch.features), []
-        for j in range(min(alignment.exists.shape[2], self.longest)):
+        for j in range(min(alignment.exists.shape[2], self.config.modules)):
             following = F.pad(batch.tokens[:, 1 + j :], (0, min(1 + j, batch.tokens.shape[1])))
             x, residual = self.inputs(following, state, batch.position, j)
             attend = self.module(j).self_attn
@@ -184,25 +203,20 @@ class Mtp(OneLayer):
             states.append(state.gather(1, at.expand(-1, -1, state.shape[2])))
         return rows_of(torch.stack(states, dim=2), alignment, batch)
 
-    def start(self, rows: int, capacity: int) -> Any:
-        if self.longest is None:
-            return super().start(rows, capacity)
-        weight = self.attention.q_proj.weight
-        states = weight.new_zeros(rows, self.longest, self.target.hidden_size)
+    def start(self, rows: int, capacity: int) -> ChainState:
+        weight = self.module(0).eh_proj.weight
+        states = weight.new_zeros(rows, self.config.modules, self.target.hidden_size)
         return ChainState(Slab(rows, capacity, weight.device), states)
 
     def extend(
-        self, state: Any, tokens: Tensor, features: dict[str, Tensor], counts: Tensor
+        self, state: ChainState, tokens: Tensor, features: dict[str, Tensor], counts: Tensor
     ) -> None:
         """Every module reads every token."""
-        if self.longest is None:
-            super().extend(state, tokens, features, counts)
-            return
         slab = state.slab
         view = slab.view(tokens.shape[1])
         slot = slab.slots(tokens.shape[1])  # (B, W)
         new = self.fuse(features)  # (B, W, H)
-        for j in range(self.longest):
+        for j in range(self.config.modules):
             before = torch.cat([state.states[:, j : j + 1], new[:, :-1]], dim=1)
             state.states[:, j] = last_state(new, counts, state.states[:, j])
             visible = torch.arange(view, device=tokens.device) <= slot.unsqueeze(2)  # (B, W, S)
@@ -210,12 +224,10 @@ class Mtp(OneLayer):
         slab.commit(counts)
 
     def propose(
-        self, state: Any, root: Tensor, policy: Policy, sampler: Sampler, noise: Noise
+        self, state: ChainState, root: Tensor, policy: Policy, sampler: Sampler, noise: Noise
     ) -> Proposal:
         """A node of depth d is read by modules d, d + 1, ..: by the first for its law, by the
         others for the keys that deeper nodes see. Fed nodes lie in the slots from the root's on."""
-        if self.longest is None:
-            return super().propose(state, root, policy, sampler, noise)
         slab, k = state.slab, policy.k
         start = slab.length.clone()
         view = slab.view(policy.slots)

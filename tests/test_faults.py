@@ -51,8 +51,8 @@ Patch = pytest.MonkeyPatch
 CLASSES: dict[str, type] = {
     "eagle": eagle.Eagle,
     "eagle1": eagle1.Eagle1,
-    "mtp": mtp.Mtp,
-    "mtp chain": mtp.Mtp,
+    "mtp": mtp.SharedMtp,
+    "mtp chain": mtp.ChainMtp,
     "small": small.Small,
     "ngram": ngram.Ngram,
     "medusa": medusa.Medusa,
@@ -439,10 +439,10 @@ def second_embedding_zeroed(patch: Patch) -> None:
 def chain_one_module_late(patch: Patch) -> None:
     """In propose, depth j is drafted by module j + 1 while there is one."""
 
-    def wrong(self: mtp.Mtp, slab: Any, j: int, *rest: Any) -> Tensor:
+    def wrong(self: mtp.ChainMtp, slab: Any, j: int, *rest: Any) -> Tensor:
         return read(self, slab, min(j + drafting, self.config.modules - 1), *rest)
 
-    def noted(self: mtp.Mtp, *args: Any) -> Any:
+    def noted(self: mtp.ChainMtp, *args: Any) -> Any:
         nonlocal drafting
         drafting = 1
         try:
@@ -450,9 +450,9 @@ def chain_one_module_late(patch: Patch) -> None:
         finally:
             drafting = 0
 
-    read, propose, drafting = mtp.Mtp._read, mtp.Mtp.propose, 0
-    patch.setattr(mtp.Mtp, "_read", wrong)
-    patch.setattr(mtp.Mtp, "propose", noted)
+    read, propose, drafting = mtp.ChainMtp._read, mtp.ChainMtp.propose, 0
+    patch.setattr(mtp.ChainMtp, "_read", wrong)
+    patch.setattr(mtp.ChainMtp, "propose", noted)
 
 
 def first_draft_unseen(patch: Patch) -> None:

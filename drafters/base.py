@@ -91,6 +91,7 @@ class Drafter(nn.Module, ABC, Generic[State]):
     deterministic: ClassVar[bool] = False  # a point mass given the state, at any temperature
     depth_causal: ClassVar[bool] = True  # depth j does not depend on k
     rows_shared: ClassVar[bool] = False  # one row serves every (a, j) with the same a + j
+    weights_per_depth: ClassVar[bool] = False  # each of `longest` depths has weights of its own
     trees: ClassVar[bool] = False  # whether it can draft trees
     capturable: ClassVar[bool] = True  # extend and propose read nothing on the host
 
@@ -100,8 +101,7 @@ class Drafter(nn.Module, ABC, Generic[State]):
         self.config = config
         self.vocab = VocabMap(target.vocab_size)
         self.taps: Sequence[Tap] = ()
-        # The deepest draft there is, each depth having weights of its own.
-        self.longest: int | None = None
+        self.longest: int | None = None  # how deep a draft can be; None: no end
 
     target: Shell
 

@@ -66,6 +66,7 @@ class Heads(ReducedVocab[HeadsState]):
     """Base of the families with one head per depth."""
 
     Config = HeadsConfig
+    weights_per_depth = True
     trees = True
     config: HeadsConfig
 

@@ -182,6 +182,8 @@ class ChainState(DrafterState):
 class ChainMtp(Mtp[ChainState]):
     """One module for each depth."""
 
+    weights_per_depth = True
+
     def __init__(self, target: Shell, config: MtpConfig) -> None:
         super().__init__(target, config)
         self.longest = config.modules

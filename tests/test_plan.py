@@ -34,9 +34,10 @@ from draftsmith.train.lora import Lora
 from draftsmith.train.pace import Pace
 from draftsmith.train.packing import Cursor
 from draftsmith.train.samples import Samples
+from toys import ToyBlock
 from training import World
 
-MIB = 1 << 20
+MIB, ALIVE = 1 << 20, "features and activations"
 
 
 @pytest.fixture(scope="module")
@@ -264,8 +265,18 @@ def test_modules_of_their_own_are_passed_once(world: World) -> None:
     """Three modules for three depths work as much as one that is passed three times."""
     one, three = (planned(world, "modules", "mtp", modules=n, depths=3) for n in (1, 3))
     assert three.drafter_parameters == 3 * one.drafter_parameters
-    assert three.memory["features and activations"] == one.memory["features and activations"]
+    assert three.memory[ALIVE] == one.memory[ALIVE]
     assert three.seconds["training"] == one.seconds["training"]
+
+
+def test_a_block_drafter_shares_its_weights(world: World) -> None:
+    """Fault: a drafter whose drafts end somewhere is taken for one with weights for each depth."""
+    name, cases = ToyBlock.family, ((None, 3), (4, 3), (4, 4))  # block, depths
+    made = [planned(world, name, name, block=b, depths=d) for b, d in cases]
+    free, short, deep = ([p.memory[ALIVE], p.seconds["training"]] for p in made)
+    assert free == short and short[0] < deep[0] and short[1] < 0.9 * deep[1]
+    with pytest.raises(UserError, match="depths: 5 .* deeper than 4: set depths: 4 or less"):
+        planned(world, name, name, block=4, depths=5)
 
 
 @pytest.mark.slow

@@ -24,10 +24,12 @@ from draftsmith.drafters.target import Target
 
 
 class ToyBlockConfig(base.DrafterConfig):
-    """taps: layer ids whose states are fused; rank: inner width of the Markov head."""
+    """taps: layer ids whose states are fused; rank: inner width of the Markov head; block: masks
+    that it takes at most."""
 
     taps: list[int] = [1, 3]
     rank: int = 8
+    block: int | None = None
 
 
 @dataclass
@@ -55,7 +57,7 @@ class ToyBlock(Drafter[ToyBlockState]):
     def __init__(self, target: Target, config: ToyBlockConfig) -> None:
         target.check_taps(config.taps)
         super().__init__(target, config)
-        self.taps = config.taps
+        self.taps, self.longest = config.taps, config.block
         block = BlockConfig.like(target.config)
         H = block.hidden_size
         self.fc = nn.Linear(len(config.taps) * H, H, bias=False)

@@ -94,7 +94,7 @@ class World:
             "target": str(self.target),
             "samples": str(self.samples),
             "drafter": drafter,
-            **DRAFTERS[drafter],
+            **DRAFTERS.get(drafter, {}),
             "heldout": 5,
             "depths": 3,
             "k": 3,

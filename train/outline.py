@@ -93,11 +93,16 @@ class Outline:
         self.attends = any(isinstance(m, SelfAttention) for m in self.drafter.modules())
         # Without keys, a drafter reads anchors alone.
         self.anchors_only = not self.attends and not self.drafter.rows_shared
-        longest = self.drafter.longest
-        if longest is not None and recipe.depths != longest:
+        longest = self.drafter.longest or recipe.depths
+        if self.drafter.weights_per_depth and recipe.depths != longest:
             raise UserError(
                 f"depths: {recipe.depths} in training, and the drafter has weights for {longest}: "
                 f"set depths: {longest}, or change the drafter"
+            )
+        if recipe.depths > longest:
+            raise UserError(
+                f"depths: {recipe.depths} in training, and no draft is deeper than {longest}: "
+                f"set depths: {longest} or less, or change the drafter"
             )
 
     @property
@@ -107,7 +112,7 @@ class Outline:
 
     def uses(self, depths: int) -> int:
         """How often a row passes each of those: once, where every depth has weights of its own."""
-        return depths if self.drafter.longest is None else 1
+        return 1 if self.drafter.weights_per_depth else depths
 
 
 def _count(module: nn.Module) -> int:

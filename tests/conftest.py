@@ -8,6 +8,12 @@ from pathlib import Path
 
 import pytest
 
+# Helpers hold assertions too: a failed one shows its values, as in a test.
+HERE = Path(__file__).parent
+pytest.register_assert_rewrite(
+    *(path.stem for path in HERE.rglob("*.py") if not path.stem.startswith(("test_", "conftest")))
+)
+
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """`-m real` or `-m server` reads no file without such a test: imports take half a minute."""

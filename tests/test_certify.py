@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import test_cli
+import front_door
 import tiny
 import training
 from draftsmith.drafters.base import Policy
@@ -25,7 +25,6 @@ from draftsmith.eval.decoder import accept
 from draftsmith.eval.decoder.accept import Accepted
 from draftsmith.eval.rehearsal import Rehearsed
 from draftsmith.eval.subject import GREEDY, Subject, divergence, untrained
-from test_cli import door  # noqa: F401  (a fixture)
 
 VOCAB = 12
 QUICK = ("Llama", "Gemma3", "GptOss", "DeepseekV3", "Bloom")
@@ -137,6 +136,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> training.World:
     return training.World(tmp_path_factory.mktemp("world"), with_samples=False)
 
 
+@pytest.fixture
+def door(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> front_door.Door:
+    return front_door.Door(monkeypatch, capsys)
+
+
 def test_command(
     world: training.World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,7 +149,7 @@ def test_command(
     words = ("certify", world.target, "--max-new-tokens", 8, "--output", path)
     monkeypatch.setattr(certify, "text_steps", lambda of: islice(text_steps(of), 3))
     monkeypatch.setattr(certify, "rule_errors", lambda: islice(rulebook.rule_errors(), 1))
-    code = test_cli.run(monkeypatch, *words)
+    code = front_door.run(monkeypatch, *words)
     out = capsys.readouterr().out
     written = json.loads(path.read_text())
     assert code == 0, out
@@ -154,12 +158,12 @@ def test_command(
     assert written["holds"] and written["target"]["spec"] == str(world.target)
     assert {"versions", "machine", "command", "commit"} <= written.keys()
     monkeypatch.setattr(accept, "chain", rulebook.corrected_from_p)
-    assert test_cli.run(monkeypatch, *words) == 1
+    assert front_door.run(monkeypatch, *words) == 1
     out = capsys.readouterr().out
     assert "FAIL  accept rules are exact" in out and not json.loads(path.read_text())["holds"]
 
 
-def test_refused(world: training.World, door: test_cli.Door, tmp_path: Path) -> None:  # noqa: F811
+def test_refused(world: training.World, door: front_door.Door, tmp_path: Path) -> None:
     """Before a target is loaded."""
     assert "no drafter there" in door.early("certify", world.target, tmp_path)
     missing = tmp_path / "no" / "certificate.json"
@@ -167,6 +171,6 @@ def test_refused(world: training.World, door: test_cli.Door, tmp_path: Path) -> 
     assert f"no folder {missing.parent}; make it" in line
 
 
-def test_no_prompt_fits(world: training.World, door: test_cli.Door) -> None:  # noqa: F811
+def test_no_prompt_fits(world: training.World, door: front_door.Door) -> None:
     line = door.refusal("certify", world.target, "--max-new-tokens", 100_000)
     assert "no five prompts fit" in line and "lower --max-new-tokens" in line

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import test_objective as dense
+import objectives as dense
 import tiny
 import training
 from draftsmith.drafters import batch as batch_module
@@ -27,7 +27,7 @@ from draftsmith.train.loop import Trainer
 from draftsmith.train.objective import Objective, backward, denominator, lesson
 from draftsmith.train.recipe import load, parse
 from draftsmith.train.weights import DepthWeights
-from test_objective import ROWS, K, drafter, noise, packed, texts
+from objectives import ROWS, K, drafter, noise, packed, texts
 from training import World
 
 SOME = 3

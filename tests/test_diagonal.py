@@ -15,7 +15,7 @@ import tiny
 from draftsmith.drafters import diagonal, one_layer
 from draftsmith.drafters.batch import align
 from draftsmith.drafters.diagonal import causal_and_diagonal, dense
-from test_objective import drafter, packed
+from objectives import drafter, packed
 
 Attend = Callable[..., Tensor]
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import yaml
 from torch import Tensor, nn
 
-import test_objective as dense
+import objectives as dense
 import tiny
 import training
 from draftsmith.drafters import base
@@ -29,7 +29,7 @@ from draftsmith.train import __main__ as train
 from draftsmith.train.objective import Objective, backward, denominator
 from draftsmith.train.recipe import parse
 from draftsmith.train.start import fresh
-from test_objective import K, packed
+from objectives import K, packed
 from training import World
 
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 import test_accept
 import test_contract as contract
 import test_target as target
-import test_trees
 import tiny
 import toys
+import tree_checks
 from draftsmith.drafters import (
     batch,
     eagle,
@@ -77,7 +77,7 @@ def future(name: str, what: str) -> None:
 
 
 def tree() -> None:
-    test_trees.check_tree(contract.drafter("hydra"), test_trees.UNEVEN)
+    tree_checks.check_tree(contract.drafter("hydra"), tree_checks.UNEVEN)
 
 
 def draws(name: str) -> None:

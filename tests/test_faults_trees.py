@@ -16,8 +16,8 @@ from torch import Tensor
 import test_contract as contract
 import test_decoder as decoding
 import test_parity as parity
-import test_trees as trees
 import tiny
+import tree_checks as trees
 from draftsmith.drafters import grow, one_layer
 from draftsmith.drafters.attention import Step
 from draftsmith.drafters.base import Policy

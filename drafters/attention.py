@@ -225,7 +225,8 @@ def attend_by(hf: Any, name: str) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within it transformers prints errors alone."""
+    """Within it transformers prints errors alone; nor does it show bars from here on."""
+    transformers_logging.disable_progress_bar()
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:

@@ -1,5 +1,7 @@
 """A user's mistake, told in one line."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -26,3 +28,14 @@ def reason(error: BaseException) -> str:
 
 def cannot_write(path: Path, error: BaseException, remedy: str) -> UserError:
     return UserError(f"{path}: cannot be written ({reason(error)}); {remedy}")
+
+
+@contextmanager
+def loading(what: str) -> Iterator[None]:
+    """Within it, what transformers raises for a model that it cannot load is a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except LOAD_ERRORS as error:
+        raise UserError(f"{what}: transformers cannot load it ({reason(error)})") from None

@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 from torch import Tensor
 
@@ -110,7 +108,7 @@ def find(target: Shell, count: int) -> Shipped:
 
     Raises UserError where it has none or fewer, or such as no dense block here can hold.
     """
-    spec, files = target.source.spec, _stored(target)
+    spec, files = target.source.spec, target.source.tensor_files("init")
     for layout in _LAYOUTS:
         first = target.num_layers if layout.appended else 0
         prefixes = [layout.prefix.format(i=first + i) for i in range(count)]
@@ -130,29 +128,6 @@ def find(target: Shell, count: int) -> Shipped:
         query, gate = _GATED
         modules = [of | {gate: of[query]} for of in modules]
     return Shipped(block, layout, modules, files, _offset(target))
-
-
-def _stored(target: Shell) -> dict[str, Path]:
-    """Every tensor name in the target's safetensors files, and its file.
-
-    Raises UserError where those of a hub model's revision are not on this machine.
-    """
-    source = target.source
-    folder = Path(source.path)
-    if not folder.is_dir():  # a hub id, whose files were fetched when the target was loaded
-        try:
-            found = snapshot_download(source.path, revision=source.revision, local_files_only=True)
-        except LocalEntryNotFoundError:
-            raise UserError(
-                f"init: the files of {source.spec} at revision {source.revision[:12]} are not in "
-                "the hub's cache; download them and name their folder as the target"
-            ) from None
-        folder = Path(found)
-    names: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            names.update(dict.fromkeys(file.keys(), path))
-    return names
 
 
 def _module(files: dict[str, Path], prefix: str) -> dict[str, str]:

@@ -9,23 +9,21 @@ only tensors that stand outside of them are read from the checkpoint.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from draftsmith.drafters import selftest, stored
+from draftsmith.drafters import selftest
 from draftsmith.drafters.attention import quiet
 from draftsmith.drafters.causal_lm import CausalLM, Ends, cut
-from draftsmith.drafters.errors import LOAD_ERRORS, UserError, model_error, reason
+from draftsmith.drafters.errors import UserError, loading
 from draftsmith.drafters.source import Source, resolve
 from draftsmith.drafters.tokenizer_hash import template_hash, tokenizer_hash
-
-_NUMBER = re.compile(r"\.(\d+)\.")
-_QUANTISED = re.compile(r"(scales?|scale_inv|qweight|qzeros|packed|absmax)$")
 
 
 class Shell(Ends):
@@ -58,15 +56,12 @@ class Shell(Ends):
         """
         source = resolve(spec, body=False)
         place, kind = defaults(device, dtype)
-        try:
+        with loading(f"target {spec}"):
             config = AutoConfig.from_pretrained(source.path)
             tokenizer = AutoTokenizer.from_pretrained(source.path)
-            hf = _with_layers([], source, config, place, kind)
-        except LOAD_ERRORS as error:
-            raise unloadable(spec, error) from None
+        load = partial(AutoModelForCausalLM.from_pretrained, source.path)
+        hf = _loaded(load, spec, config, [], place, kind)
         hf.config = config
-        with suppress(OSError):  # it stays the config's where there is no such file
-            hf.generation_config = GenerationConfig.from_pretrained(source.path)
         out = Shell(hf, tokenizer, source)
         out.become(source)
         return out
@@ -107,10 +102,17 @@ class Shell(Ends):
         Raises UserError for layers that cannot be read, or not through our attention.
         """
         source, kept = resolve(self.source.spec), sorted(set(layers))
-        try:
-            hf = _with_layers(kept, source, self.hf.config, self.device, self.dtype)
-        except LOAD_ERRORS as error:
-            raise unloadable(source.spec, error) from None
+        group = next(n for n, m in self.hf.named_modules() if m is self._parts["layers"])
+        number = re.compile(rf"(?<=\.{group.rpartition('.')[2]}\.)\d+(?=\.)")
+        tensors = {}
+        for name, path in source.tensor_files("layers").items():
+            found = number.search(name)
+            if found is None or int(found[0]) in kept:
+                with safe_open(path, "pt") as file:
+                    new = number.sub(lambda n: str(kept.index(int(n[0]))), name, count=1)
+                    tensors[new] = file.get_tensor(name)
+        load = partial(type(self.hf).from_pretrained, None, state_dict=tensors)
+        hf = _loaded(load, source.spec, self.hf.config, kept, self.device, self.dtype)
         if selftest.misread(hf):
             raise needs_own_attention(hf)
         read = CausalLM(hf).layers
@@ -133,81 +135,30 @@ def needs_own_attention(hf: Any) -> UserError:
     )
 
 
-def unloadable(spec: str, error: BaseException) -> UserError:
-    if isinstance(error, UserError):
-        return error
-    return UserError(f"target {spec}: transformers cannot load it ({reason(error)})")
-
-
-def _with_layers(
-    layers: Sequence[int], source: Source, config: Any, device: torch.device, dtype: Any
+def _loaded(
+    load: Callable[..., Any],
+    spec: str,
+    config: Any,
+    layers: Sequence[int],
+    device: torch.device,
+    dtype: Any,
 ) -> Any:
-    """The HF model of a source with some of its decoder layers, ascending: nothing else is read.
+    """What a `from_pretrained` makes of a model's checkpoint with some of its decoder layers alone:
+    it reads no tensor that has no place there.
 
-    Raises UserError for tensors that are missing or stored quantised, and what transformers raises.
+    Raises UserError where it cannot be loaded, for tensors that are missing, and for scales: what
+    they belong to is stored quantised.
     """
     config = cut(config, layers)
     if hasattr(config, "quantization_config"):  # of the layers: what is read here must not be
         del config.quantization_config
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config)
-    files = stored.files_by_name(source)
-    chosen = _outside(files, empty) + [n for n in files if _layer(n) in layers]
-    tensors = stored.read(source, {name: files[name] for name in chosen})
-    _check_unquantised(source, files, tensors)
-    with quiet():
-        hf, info = type(empty).from_pretrained(
-            None,
-            config=config,
-            state_dict={_renumbered(name, layers): t for name, t in tensors.items()},
-            dtype=dtype,
-            device_map={"": device},
-            output_loading_info=True,
+    with loading(f"target {spec}"), quiet():
+        hf, info = load(
+            config=config, dtype=dtype, device_map={"": device}, output_loading_info=True
         )
-    for name in sorted(info["missing_keys"]):
-        if layers or _layer(name) is None:  # other layers may be of a part that reads no text
-            raise model_error(source.spec, f"its checkpoint lacks {name}; copy the model again")
+    read = tuple(f"{name}." for name, m in hf.named_modules() if list(m.parameters(False)))
+    beside = [name for name in info["unexpected_keys"] if name.startswith(read)]
+    for name in sorted(beside or info["missing_keys"]):
+        word = "is stored quantised" if beside else "is missing"
+        raise UserError(f"target {spec}: {name} {word} in its checkpoint; name one that is whole")
     return hf.eval()
-
-
-def _outside(names: Iterable[str], empty: Any) -> list[str]:
-    """The names that stand outside of all layers and in the empty model."""
-    outside = [name for name in names if _layer(name) is None]
-    wanted = {_ending(name) for name in empty.state_dict()}
-    found = [name for name in outside if _ending(name) in wanted]
-    own = {_ending(name) for name, _ in empty.named_parameters() if _layer(name) is None}
-    # transformers renames some families' ends as it loads them: what they are called is not known.
-    return outside if own - {_ending(name) for name in found} else found
-
-
-def _check_unquantised(source: Source, names: Iterable[str], read: Mapping[str, Tensor]) -> None:
-    """Raises UserError for a weight of a dtype that only means something beside its scales, and for
-    scales beside a module of which something was read."""
-    modules = {name.rpartition(".")[0] for name in read}
-    marks = [n for n in names if n.rpartition(".")[0] in modules and _QUANTISED.search(n)]
-    marks += [
-        name
-        for name, t in read.items()
-        if name.endswith("weight") and not (t.is_floating_point() and t.itemsize > 1)
-    ]
-    for name in marks:
-        raise model_error(
-            source.spec, f"{name} is stored quantised and is not read here; name a checkpoint "
-            "whose embeddings, final norm and lm_head are not"
-        )  # fmt: skip
-
-
-def _layer(name: str) -> int | None:
-    """The number of the layer that a stored tensor belongs to: the first number in its name."""
-    found = _NUMBER.search(name)
-    return int(found[1]) if found else None
-
-
-def _renumbered(name: str, layers: Sequence[int]) -> str:
-    layer = _layer(name)
-    return name if layer is None else _NUMBER.sub(f".{layers.index(layer)}.", name, count=1)
-
-
-def _ending(name: str) -> str:
-    """The module's own name and the parameter's: prefixes differ between checkpoints."""
-    return ".".join(name.split(".")[-2:])

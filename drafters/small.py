@@ -20,7 +20,7 @@ from draftsmith.drafters.base import Drafter, DrafterConfig, Proposal, Unroll, e
 from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.cache import Slab
 from draftsmith.drafters.causal_lm import CausalLM, cut
-from draftsmith.drafters.errors import LOAD_ERRORS, UserError, reason
+from draftsmith.drafters.errors import UserError, loading
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Noise, Sampler
@@ -185,14 +185,9 @@ def _from_checkpoint(target: Shell, config: SmallConfig) -> tuple[Any, SmallConf
         return AutoModelForCausalLM.from_config(about, dtype=torch.float32), config
     assert config.checkpoint is not None
     source = resolve(config.checkpoint)
-    try:
+    with loading(f"checkpoint: {config.checkpoint} (a model and its tokenizer)"):
         tokenizer = AutoTokenizer.from_pretrained(source.path)
         hf = AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32)
-    except LOAD_ERRORS as error:
-        raise UserError(
-            f"checkpoint: {config.checkpoint} cannot be loaded by transformers ({reason(error)}); "
-            "it needs model and tokenizer"
-        ) from None
     if tokenizer_hash(tokenizer) != target.identity()["tokenizer_hash"]:
         raise UserError(
             f"checkpoint: {config.checkpoint} has another tokenizer than the target "

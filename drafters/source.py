@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from draftsmith.drafters.errors import model_error, reason
+from draftsmith.drafters.errors import UserError, model_error, reason
 from draftsmith.drafters.gguf_source import converted_gguf, in_package
 from draftsmith.drafters.weight_files import check_config, folder_revision, weight_files
 
@@ -39,6 +39,31 @@ class Source:
     path: str
     revision: str
     kind: Literal["hub", "folder", "gguf"]
+
+    def tensor_files(self, key: str) -> dict[str, Path]:
+        """Every tensor's name in the safetensors files, and its file. key: what asks for them.
+
+        Raises UserError where those of a hub model's revision are not on this machine.
+        """
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+        from safetensors import safe_open
+
+        folder = Path(self.path)
+        if not folder.is_dir():  # a hub id, whose files were fetched when the target was loaded
+            try:
+                found = snapshot_download(self.path, revision=self.revision, local_files_only=True)
+            except LocalEntryNotFoundError:
+                raise UserError(
+                    f"{key}: the files of {self.spec} at revision {self.revision[:12]} are not in "
+                    "the hub's cache; download them and name their folder as the target"
+                ) from None
+            folder = Path(found)
+        names: dict[str, Path] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                names.update(dict.fromkeys(file.keys(), path))
+        return names
 
 
 def resolve(spec: str, weights: bool = True, body: bool = True) -> Source:

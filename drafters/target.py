@@ -25,8 +25,8 @@ from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.cache import Slab
 from draftsmith.drafters.causal_lm import CausalLM, Tap, TargetOutput
 from draftsmith.drafters.chain_cache import ChainCache, RowCache
-from draftsmith.drafters.errors import LOAD_ERRORS, UserError
-from draftsmith.drafters.shell import Shell, defaults, needs_own_attention, unloadable
+from draftsmith.drafters.errors import UserError, loading
+from draftsmith.drafters.shell import Shell, defaults, needs_own_attention
 from draftsmith.drafters.source import Source, resolve
 
 logger = logging.getLogger(__name__)
@@ -70,14 +70,12 @@ class Target(CausalLM, Shell):
         transformers_logging.disable_progress_bar()  # a bar for every load drowns our own lines
         source = resolve(spec)
         device, choice = defaults(device, dtype)
-        try:
+        with loading(f"target {spec}"):
             # Straight to its place: quantised weights cannot be moved afterwards.
             place = spread or {"": device}
             hf = AutoModelForCausalLM.from_pretrained(source.path, dtype=choice, device_map=place)
             tokenizer = AutoTokenizer.from_pretrained(source.path)
             config = AutoConfig.from_pretrained(source.path)
-        except LOAD_ERRORS as error:
-            raise unloadable(spec, error) from None
         for part in (hf.get_input_embeddings(), hf.get_output_embeddings()):
             if part.weight.is_meta:
                 raise UserError(

@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import constants
@@ -24,7 +24,6 @@ import reference
 import reference_mtp
 import test_contract as contract
 import tiny
-from draftsmith.drafters import mtp_weights
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.mtp import Mtp, MtpConfig
 from draftsmith.drafters.source import Source
@@ -201,14 +200,14 @@ def test_the_targets_own_revision_is_read(tmp_path: Path, monkeypatch: pytest.Mo
         asked.update(how)
         return str(tmp_path)
 
-    of: Any = SimpleNamespace(source=Source("org/name", "org/name", "0123456789" * 4, "hub"))
+    source = Source("org/name", "org/name", "0123456789" * 4, "hub")
     with monkeypatch.context() as patch:
-        patch.setattr(mtp_weights, "snapshot_download", found)
-        mtp_weights._stored(of)
-    assert asked == {"revision": of.source.revision, "local_files_only": True}
+        patch.setattr(huggingface_hub, "snapshot_download", found)
+        source.tensor_files("init")
+    assert asked == {"revision": source.revision, "local_files_only": True}
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(UserError, match="init: the files of org/name at revision 012345678901 are"):
-        mtp_weights._stored(of)
+        source.tensor_files("init")
 
 
 def without(name: str) -> Tensors:

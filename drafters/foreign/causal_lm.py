@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from draftsmith.drafters.errors import LOAD_ERRORS, UserError, reason
+from draftsmith.drafters.errors import UserError, loading
 from draftsmith.drafters.shell import Shell
 from draftsmith.drafters.small import Small, SmallConfig
 
@@ -21,13 +21,11 @@ def read(folder: Path, about: dict[str, Any], target: Shell) -> Small:
 def read_gguf(file: Path, head_dim: int, target: Shell) -> Small:
     """A draft model as llama.cpp stores it. transformers dequantises it and settles the names; of
     some families it leaves the heads' size to be told."""
-    try:
+    with loading(str(file)):
         hf, info = AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True,
             head_dim=head_dim,
         )  # fmt: skip
-    except LOAD_ERRORS as error:
-        raise UserError(f"{file}: transformers cannot load it ({reason(error)})") from None
     for kind in ("missing_keys", "unexpected_keys"):
         for name in sorted(info[kind]):
             raise UserError(f"{file}: tensor {name} is {kind.removesuffix('_keys')}")

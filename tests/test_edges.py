@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+import contracts as contract
 import test_capture
-import test_contract as contract
 import tiny
 from draftsmith.drafters import attention, causal_lm
 from draftsmith.drafters.base import Policy, family

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import contracts as contract
 import test_accept
-import test_contract as contract
 import test_target as target
 import tiny
 import toys

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import test_contract as contract
+import contracts as contract
 import test_decoder as decoding
 import test_parity as parity
 import tiny

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import test_contract as contract
+import contracts as contract
 import tiny
 import toys
 from draftsmith.drafters import cache

@@ -20,9 +20,9 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import contracts as contract
 import reference
 import reference_mtp
-import test_contract as contract
 import tiny
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.mtp import Mtp, MtpConfig

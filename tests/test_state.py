@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import test_contract as contract
+import contracts as contract
 from draftsmith.drafters.base import Policy
 from draftsmith.drafters.cache import Slab
+from draftsmith.drafters.sampling import Noise
 from draftsmith.drafters.state import DrafterState
 from toys import ToyEither, ToyEitherState
 
@@ -47,7 +48,7 @@ def test_a_reset_state_is_a_fresh_one(name: str) -> None:
     contract.feed(made, state, [text[:-1] for text in texts], [0, 0])
     made.begin(state)
     root = torch.tensor([text[-1] for text in texts])
-    noise = contract.Noise(0, torch.arange(2), torch.zeros(2, dtype=torch.long))
+    noise = Noise(0, torch.arange(2), torch.zeros(2, dtype=torch.long))
     made.propose(state, root, Policy(3), contract.PLAIN, noise)
     assert any(t.any() for t in contents(state) if isinstance(t, Tensor))
     state.reset()

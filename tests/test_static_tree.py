@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("datasets")
 
-import test_contract as contract
+import contracts as contract
 import test_faults as faults
 import test_parity as parity
 import tiny

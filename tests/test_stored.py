@@ -16,11 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import reference
 import tiny
-from draftsmith.drafters import base
-from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.target import Target
-from test_contract import (
+from contracts import (
     DRAFTERS,
     LAWFUL,
     PLAIN,
@@ -34,6 +30,10 @@ from test_contract import (
     prompts,
     read,
 )
+from draftsmith.drafters import base
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.target import Target
 
 
 @torch.no_grad()

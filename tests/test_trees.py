@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import test_contract as contract
+import contracts as contract
 from draftsmith.drafters.base import Policy
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.grow import Proposal, grow

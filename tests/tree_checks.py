@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-import test_contract as contract
+import contracts as contract
 import test_decoder as decoding
 import test_parity as parity
 import tiny

@@ -27,7 +27,7 @@ from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.recipes import card, cli
 from draftsmith.recipes.commands import Export
 from draftsmith.recipes.export import export_checkpoint
-from test_export import target_gguf
+from exports import target_gguf
 
 REPLAY = {
     "kind": "replay", "step": 4, "tokens": 900, "k": 2, "tau": 1.6, "tau_ci": [1.5, 1.7],

@@ -24,10 +24,10 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.foreign import eagle3
 from draftsmith.train import recipe as recipes
 from draftsmith.train.start import fresh
+from exports import TEXT, logits, plain
 from reference_eagle import eagle_logits
 from reference_heads import head_logits
 from reference_mtp import eagle1_logits
-from test_export import TEXT, logits, plain
 
 LAYERS = 8  # so that the taps that formats leave out exist: 2, 4, 5
 H, HD, NH, NKV, INNER, V, VD = 32, 8, 4, 2, 40, 48, 20

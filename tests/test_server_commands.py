@@ -23,7 +23,7 @@ from draftsmith.drafters.source import Source
 from draftsmith.eval.servers import serving, tools
 from draftsmith.eval.servers.serving import KINDS
 from draftsmith.recipes import cli
-from test_export import drafter
+from exports import drafter
 
 NAMES = ["vllm", "sglang", "tensorrt-llm", "llama.cpp", "transformers"]
 TARGET = Source("org/name", "/models/name", "abc", "folder")

@@ -31,7 +31,7 @@ import training
 from draftsmith.drafters import base
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
-from draftsmith.eval.replay import tables
+from draftsmith.eval.replay import Replay, tables
 from draftsmith.eval.servers.agreement import walk
 from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, learner, loop
@@ -196,7 +196,7 @@ def test_best_is_chosen_by_tau(world: World, monkeypatch: pytest.MonkeyPatch) ->
 
     def replays(*args: Any, **kwargs: Any) -> Any:
         found = whole(*args, **kwargs)
-        found[0][3].tau = next(planted)
+        found[0][3].__class__ = type("Planted", (Replay,), {"tau": next(planted)})
         return found
 
     monkeypatch.setattr(loop, "replays", replays)

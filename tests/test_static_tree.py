@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("datasets")
 
 import contracts as contract
-import test_faults as faults
+import planted as faults
 import test_parity as parity
 import tiny
 from draftsmith.drafters.batch import batch_of

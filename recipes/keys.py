@@ -41,13 +41,16 @@ def keys(
     from draftsmith.drafters import base
     from draftsmith.drafters.errors import UserError
     from draftsmith.train.objective import LOSSES
-    from draftsmith.train.recipe import Recipe
+    from draftsmith.train.recipe import LossNumbers, Recipe
 
     families = [name for name in base.BUILT_IN if name != "ngram"]  # it has nothing to train
     if family and family not in families:
         raise UserError(f"{family}: no family to train; known are {', '.join(families)}")
     table = _table("key", "type (default)", "meaning")
     _fill(table, Recipe)
+    table.add_section()
+    table.add_row("[bold]numbers of losses[/]")
+    _fill(table, LossNumbers)
     if family:
         table.add_section()
         table.add_row(f"[bold]{family}[/]")

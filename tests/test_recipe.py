@@ -324,7 +324,8 @@ def unlisted(model: type[BaseModel]) -> set[str]:
 
 @pytest.mark.parametrize("name", base.BUILT_IN)
 def test_every_key_is_listed(name: str) -> None:
-    assert unlisted(recipe.Recipe) == {"settings"}  # holds the family's
+    assert unlisted(recipe.Recipe) == {"numbers", "settings"}  # hold the losses' and the family's
+    assert unlisted(recipe.LossNumbers) == set()
     assert unlisted(base.family(name).Config) == set()
 
 
@@ -340,7 +341,8 @@ def test_keys_are_shown_as_the_schema_has_them(capsys: pytest.CaptureFixture[str
     keys.keys("eagle")
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     shown = {words[0] for words in lines if words}
-    assert shown >= fields - {"settings"} | set(base.family("eagle").Config.model_fields)
+    assert shown >= set(recipe.NUMBERS) | fields - {"numbers", "settings"}
+    assert shown >= set(base.family("eagle").Config.model_fields)
     assert shown >= set(LOSSES)
     assert next(words for words in lines if words[:1] == ["clip"])[1:5] == [
         "number",

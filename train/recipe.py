@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+)
 
 from draftsmith.drafters.base import DrafterConfig, entry, family
 from draftsmith.drafters.errors import UserError
@@ -43,6 +51,8 @@ Trackers = Annotated[list[Literal["wandb", "tensorboard"]], BeforeValidator(_lis
 Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1)]
 Place = Annotated[str, AfterValidator(os.path.expanduser)]  # no shell has read a YAML file
 NUMBERS = {key: name for name, loss in LOSSES.items() for key in loss.numbers}  # key: its loss
+_fields: dict[str, Any] = {key: (float, LOSSES[loss].numbers[key]) for key, loss in NUMBERS.items()}
+LossNumbers: type[BaseModel] = create_model("LossNumbers", **_fields)
 
 
 class Recipe(BaseModel):
@@ -90,8 +100,6 @@ class Recipe(BaseModel):
 
     loss: str | list[str] = entry("kl", "A loss, or a list, gone through as alpha_0 grows.")
     switch_alpha: list[float] = entry([], "alpha_0 that ends each loss of a list but the last.")
-    __annotations__.update(dict.fromkeys(NUMBERS, float))
-    locals().update((key, LOSSES[loss].numbers[key]) for key, loss in NUMBERS.items())
     depth_weights: DepthKind | list[float] = entry(
         "geometric", "Weights of depths: dpace and reach follow acceptance; or one number a depth."
     )
@@ -124,7 +132,9 @@ class Recipe(BaseModel):
     log_every: int = entry(10, "Steps between lines of figures.", ge=1)
     tracker: Trackers = entry([], "none, wandb, tensorboard, or a list of them.")
 
-    settings: dict[str, Any] = Field(default_factory=dict)  # the family's keys, validated
+    # Keys of the losses and of the family, validated.
+    numbers: dict[str, float] = Field(default_factory=lambda: LossNumbers().model_dump())
+    settings: dict[str, Any] = Field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -145,16 +155,15 @@ class Recipe(BaseModel):
         weights = DepthWeights(
             kind if isinstance(kind, str) else tuple(kind), self.decay, self.span, self.per
         )
-        numbers = {key: getattr(self, key) for key in NUMBERS}
-        return [Objective(loss, weights, numbers, self.feature_noise) for loss in self.losses]
+        return [Objective(loss, weights, self.numbers, self.feature_noise) for loss in self.losses]
 
     def drafter_config(self) -> DrafterConfig:
         return family(self.drafter).Config(**self.settings)
 
     def flat(self) -> dict[str, Any]:
         """The recipe as its YAML would be written, defaults filled in."""
-        common = self.model_dump(exclude={"settings"})
-        return common | self.settings
+        common = self.model_dump(exclude={"numbers", "settings"})
+        return common | self.numbers | self.settings
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -217,23 +226,26 @@ def parse(raw: dict[str, Any], where: str) -> Recipe:
         raise UserError(f"{where}: drafter: {raw['drafter']} has nothing to train")
     # Runs once stored it for every family: at 0 it says nothing.
     raw = {key: value for key, value in raw.items() if (key, value) != ("regression", 0)}
-    common = set(Recipe.model_fields) - {"settings"}
+    common = set(Recipe.model_fields) - {"numbers", "settings"}
     own = set(config.model_fields)
+    known = common | own | set(NUMBERS)
     for key in raw:
         if key in NOT_APPLIED:
             raise UserError(
                 f"{where}: {key}: is not applied to the target's law here, and acceptance would be "
                 "another sampler's; leave it out, and serve without it"
             )
-        if key not in common | own:
-            near = difflib.get_close_matches(str(key), sorted(common | own), n=3, cutoff=0.5)
+        if key not in known:
+            near = difflib.get_close_matches(str(key), sorted(known), n=3, cutoff=0.5)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             hint = hint or f"; draftsmith keys {raw['drafter']} lists them"
             raise UserError(f"{where}: unknown key {key!r} for drafter {raw['drafter']}{hint}")
     try:
         settings = config(**{k: v for k, v in raw.items() if k in own})
+        numbers = LossNumbers(**{k: v for k, v in raw.items() if k in NUMBERS})
         recipe = Recipe(
             **{k: v for k, v in raw.items() if k in common},
+            numbers=numbers.model_dump(),
             settings=settings.model_dump(exclude_unset=True),
         )
     except ValidationError as error:
@@ -266,9 +278,11 @@ def _check_read(recipe: Recipe, asked: Sequence[str]) -> None:
         "feature_dtype": ("feature_cache", recipe.feature_cache),
         **dict.fromkeys(("adapt_lr", "adapt_after", "adapt_weight"), ("adapt", recipe.adapt)),
     }
+    values = recipe.flat()
+    fields = Recipe.model_fields | LossNumbers.model_fields
     for key, (reader, there) in readers.items():
-        default = Recipe.model_fields[key].default  # a run's recipe.yaml holds all of them
-        if key in asked and not there and getattr(recipe, key) != default:
+        default = fields[key].default  # a run's recipe.yaml holds all of them
+        if key in asked and not there and values[key] != default:
             remedy = f"set {reader} too, or leave it out ({key}={default})"
             raise UserError(f"{key}: is ignored without {reader}; {remedy}")
 

@@ -306,7 +306,7 @@ def test_a_loss_with_a_number_is_one_row(tmp_path: Path, monkeypatch: pytest.Mon
         read = again.load(write(tmp_path, loss="power", **given))
         assert read.objectives[0].table(cells).item() == pytest.approx(value)
         assert read.flat()["gamma"] == given.get("gamma", 2.0)
-    assert "gamma" in {key for key, *_ in keys.rows(again.Recipe)}
+    assert "gamma" in {key for key, *_ in keys.rows(again.LossNumbers)}
     for given, words in (
         ({"loss": "power", "gamma": 0.4}, "gamma: Input should be greater than or equal to 0.5"),
         ({"gamma": 3}, "gamma: is ignored without loss: power"),

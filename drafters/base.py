@@ -193,16 +193,10 @@ class Drafter(nn.Module, ABC, Generic[State]):
 
     def weights(self) -> dict[str, Tensor]:
         """What the checkpoint stores: the trained parameters, and buffers that define them."""
+        stored = self.state_dict().keys()  # without buffers that are not persistent
         kept: dict[str, Tensor] = {n: p for n, p in self.named_parameters() if p.requires_grad}
-        kept.update((n, b) for n, b in self.named_buffers() if n not in self._non_persistent())
+        kept.update((n, b) for n, b in self.named_buffers() if n in stored)
         return {n: t.detach().contiguous() for n, t in kept.items()}
-
-    def _non_persistent(self) -> set[str]:
-        names: set[str] = set()
-        for prefix, module in self.named_modules():
-            lead = f"{prefix}." if prefix else ""
-            names.update(lead + n for n in module._non_persistent_buffers_set)
-        return names
 
 
 def rows_of(states: Tensor, alignment: Alignment, batch: Batch) -> Unroll:

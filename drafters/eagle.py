@@ -65,9 +65,7 @@ class Eagle(ReducedVocab[OneLayerState], OneLayer):
         target.check_taps(taps)
         if len(set(taps)) != len(taps):
             raise UserError(f"taps: {taps} names a layer twice")
-        block = config.block or BlockConfig.like(target.config)
-        if block.gated:
-            raise UserError("block.gated: EAGLE-3's layer has no gate; leave it out, or train mtp")
+        block = BlockConfig.fitting(config.block, target)
         size = config.draft_vocab or target.vocab_size
         if size > target.vocab_size:
             raise UserError(
@@ -76,13 +74,7 @@ class Eagle(ReducedVocab[OneLayerState], OneLayer):
         config = config.model_copy(update={"taps": taps, "block": block, "draft_vocab": size})
         super().__init__(target, config)
         self.taps = taps
-        H = block.hidden_size
-        if target.hidden_size != H:
-            raise UserError(
-                f"block.hidden_size: {H} is not the target's {target.hidden_size}, whose "
-                "embeddings this head shares"
-            )
-        eps = block.rms_norm_eps
+        H, eps = block.hidden_size, block.rms_norm_eps
         self.input_norm = RMSNorm(len(taps) * H, eps) if config.norm_before_fc else None
         norms = [RMSNorm(H, eps) for _ in taps] if config.fc_norm else []
         self.fc_norm = nn.ModuleList(norms)

@@ -1,4 +1,4 @@
-"""EAGLE-1 and EAGLE-2: one layer that foretells the target's next feature (Li et al. 2024).
+"""EAGLE-1 and EAGLE-2: one layer that predicts the target's next feature (Li et al. 2024).
 
 The state is the target's "normed" last state itself. `fc` fuses the embedding with it, one decoder
 layer without input norm turns that into the next such state, and the target's own frozen lm_head
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from draftsmith.drafters.base import DrafterConfig, Unroll, entry, register
 from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.layers import MLP, Block, BlockConfig, RMSNorm, SelfAttention, init_weights
 from draftsmith.drafters.one_layer import OneLayer
 from draftsmith.drafters.shell import Shell
@@ -44,15 +43,8 @@ class Eagle1(OneLayer):
 
     def __init__(self, target: Shell, config: Eagle1Config) -> None:
         """Raises UserError for a block of another width than the target's, or with a gate."""
-        block = config.block or BlockConfig.like(target.config)
+        block = BlockConfig.fitting(config.block, target)
         H = block.hidden_size
-        if target.hidden_size != H:
-            raise UserError(
-                f"block.hidden_size: {H} is not the target's {target.hidden_size}, whose states "
-                "this head foretells"
-            )
-        if block.gated:
-            raise UserError("block.gated: EAGLE-1's layer has no gate; leave it out, or train mtp")
         super().__init__(target, config.model_copy(update={"block": block}))
         self.taps = ["normed"]
         self.fc = nn.Linear(2 * H, H, bias=False)

@@ -21,6 +21,7 @@ from draftsmith.drafters.base import DrafterConfig, Policy, Proposal, Unroll, en
 from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.grow import grow
+from draftsmith.drafters.one_layer import last_state
 from draftsmith.drafters.reduced import DraftVocab, ReducedVocab
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.shell import Shell
@@ -145,10 +146,7 @@ class Heads(ReducedVocab[HeadsState]):
     def extend(
         self, state: HeadsState, tokens: Tensor, features: dict[str, Tensor], counts: Tensor
     ) -> None:
-        g = self._features(features)  # (B, W, H)
-        last = (counts - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, g.shape[2])
-        moved = (counts > 0).unsqueeze(1)
-        state.g.copy_(torch.where(moved, g.gather(1, last).squeeze(1), state.g))
+        state.g.copy_(last_state(self._features(features), counts, state.g))
         state.length += counts
 
     def propose(

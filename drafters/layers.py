@@ -13,6 +13,9 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.shell import Shell
+
 
 class BlockConfig(BaseModel):
     """Shape of a block; `like(target.config)` takes it from the target.
@@ -56,6 +59,22 @@ class BlockConfig(BaseModel):
             rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
             rope_theta=_rope_theta(config),
         )
+
+    @classmethod
+    def fitting(cls, given: BlockConfig | None, target: Shell, gate: bool = False) -> BlockConfig:
+        """given, or the target's shape. Raises UserError for another width than the target's, and
+        for a gate where the layer has none."""
+        block = given or cls.like(target.config)
+        if block.hidden_size != target.hidden_size:
+            raise UserError(
+                f"block.hidden_size: {block.hidden_size} is not the target's {target.hidden_size}, "
+                "whose states and embeddings this head shares"
+            )
+        if block.gated and not gate:
+            raise UserError(
+                "block.gated: this family's layer has no gate; leave it out, or train mtp"
+            )
+        return block
 
 
 Block = Annotated[

@@ -32,23 +32,13 @@ from torch import Tensor, nn
 
 from draftsmith.drafters import mtp_weights
 from draftsmith.drafters.attention import tree_seen
-from draftsmith.drafters.base import (
-    Drafter,
-    DrafterConfig,
-    Policy,
-    Proposal,
-    State,
-    Unroll,
-    entry,
-    register,
-    rows_of,
-)
+from draftsmith.drafters.base import Drafter, DrafterConfig, State, Unroll, entry, register, rows_of
 from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.cache import Slab
-from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.grow import grow
+from draftsmith.drafters.grow import Proposal, grow
 from draftsmith.drafters.layers import MLP, Block, BlockConfig, RMSNorm, SelfAttention, init_weights
 from draftsmith.drafters.one_layer import OneLayer, OneLayerState, last_state
+from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.shell import Shell
 from draftsmith.drafters.state import DrafterState
@@ -112,13 +102,8 @@ class Mtp(Drafter[State]):
 
     def __init__(self, target: Shell, config: MtpConfig) -> None:
         """Raises UserError for a block of another width than the target's."""
-        block = config.block or BlockConfig.like(target.config)
+        block = BlockConfig.fitting(config.block, target, gate=True)
         super().__init__(target, config.model_copy(update={"block": block}))
-        if target.hidden_size != block.hidden_size:
-            raise UserError(
-                f"block.hidden_size: {block.hidden_size} is not the target's {target.hidden_size}, "
-                "whose states these modules read"
-            )
         self.taps = ["normed"]
         self.layers = nn.ModuleList(MtpModule(block) for _ in range(config.modules))
         init_weights(self)
@@ -134,8 +119,8 @@ class Mtp(Drafter[State]):
             return cls(target, config)
         found = mtp_weights.find(target, config.modules)
         if config.block is None:
-            told = {"block": found.block, "zero_first": found.layout.zero_first}
-            config = config.model_copy(update=told)
+            shape = {"block": found.block, "zero_first": found.layout.zero_first}
+            config = config.model_copy(update=shape)
         drafter = cls(target, config)
         for module, tensors in zip(drafter.layers, found.load(), strict=True):
             module.load_state_dict(tensors)

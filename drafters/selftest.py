@@ -16,13 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.drafters.attention import (
-    attend_by,
-    chain_step,
-    packed_step,
-    tree_shape,
-    tree_step,
-)
+from draftsmith.drafters.attention import attend_by, chain_step, packed_step, tree_shape, tree_step
 from draftsmith.drafters.cache import Slab
 from draftsmith.drafters.causal_lm import CausalLM
 from draftsmith.drafters.chain_cache import ChainCache

@@ -19,14 +19,11 @@ class DrafterState:
     """
 
     def __post_init__(self) -> None:
-        """Raises TypeError for a field that `reset` would not know how to treat."""
+        """Raises TypeError for any other field: `reset` would leave it as it is."""
         for field in fields(self):
             known = isinstance(getattr(self, field.name), Tensor | Slab | DrafterState)
             if not known and field.default is MISSING:
-                raise TypeError(
-                    f"{type(self).__name__}.{field.name}: a tensor, a slab, a drafter's state, or "
-                    "a value with a default is needed"
-                )
+                raise TypeError(f"{type(self).__name__}.{field.name}: `reset` does not reach it")
 
     def slabs(self) -> Iterator[Slab]:
         """All caches, those of states inside it too."""

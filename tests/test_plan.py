@@ -275,7 +275,7 @@ def test_a_block_drafter_shares_its_weights(world: World) -> None:
     made = [planned(world, name, name, block=b, depths=d) for b, d in cases]
     free, short, deep = ([p.memory[ALIVE], p.seconds["training"]] for p in made)
     assert free == short and short[0] < deep[0] and short[1] < 0.9 * deep[1]
-    with pytest.raises(UserError, match="depths: 5 .* deeper than 4: set depths: 4 or less"):
+    with pytest.raises(UserError, match="depths: 5 .* drafts at most 4: set depths: 4"):
         planned(world, name, name, block=4, depths=5)
 
 

@@ -93,16 +93,12 @@ class Outline:
         self.attends = any(isinstance(m, SelfAttention) for m in self.drafter.modules())
         # Without keys, a drafter reads anchors alone.
         self.anchors_only = not self.attends and not self.drafter.rows_shared
-        longest = self.drafter.longest or recipe.depths
-        if self.drafter.weights_per_depth and recipe.depths != longest:
+        longest, own = self.drafter.longest or recipe.depths, self.drafter.weights_per_depth
+        if recipe.depths > longest or (own and recipe.depths < longest):
+            has = "has weights for" if own else "drafts at most"
             raise UserError(
-                f"depths: {recipe.depths} in training, and the drafter has weights for {longest}: "
+                f"depths: {recipe.depths} in training, and the drafter {has} {longest}: "
                 f"set depths: {longest}, or change the drafter"
-            )
-        if recipe.depths > longest:
-            raise UserError(
-                f"depths: {recipe.depths} in training, and no draft is deeper than {longest}: "
-                f"set depths: {longest} or less, or change the drafter"
             )
 
     @property

@@ -70,7 +70,7 @@ def test_small_layers_of_the_target(world: World) -> None:
     place = run(world, "small", "small")
     target = Target.load(str(world.target))
     config = base.read_config(place / "best")["config"]
-    fresh = base.family("small")(target, base.family("small").Config(**config))
+    fresh = base.family("small").create(target, base.family("small").Config(**config))
     check_low_rank(fresh.weights(), training.weights(place, STEPS))
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import test_accept
+import laws_of_drafts
 import toys
 from draftsmith.drafters import (
     batch,
@@ -28,6 +28,7 @@ from draftsmith.drafters.attention import Step
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.causal_lm import CausalLM, TargetOutput
 from draftsmith.eval.decoder import accept
+from draftsmith.eval.enumeration import emitted, error
 
 Patch = pytest.MonkeyPatch
 CLASSES: dict[str, type] = {
@@ -45,8 +46,8 @@ CLASSES: dict[str, type] = {
 
 def residual() -> None:
     """The chain rule, as the decoder finds it, gives the target's law."""
-    p, q = test_accept.pair("plain", 3, 2)
-    assert test_accept.error(test_accept.emitted(accept.chain, p, q), p) < test_accept.EXACT
+    p, q = laws_of_drafts.pair("plain", 3, 2)
+    assert error(emitted(accept.chain, p, q), p) < laws_of_drafts.EXACT
 
 
 # The faults

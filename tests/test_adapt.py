@@ -23,8 +23,6 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("datasets")
 
-import test_kill
-import test_train
 import tiny
 import training
 from draftsmith.drafters import base
@@ -344,7 +342,7 @@ def test_it_goes_on_bit_for_bit(
     path, place = adapting(world, "thirds"), world.folder("thirds")
     for step in (1, 6):
         with monkeypatch.context() as patch:
-            test_train.stop_after(patch, step)
+            training.stop_after(patch, step)
             assert train.main([str(path)]) == loop.STOPPED
     shutil.copytree(place, tmp_path / "kept")
     with monkeypatch.context() as patch:
@@ -375,7 +373,7 @@ def test_killed_before_the_target_has_its_name(world: World, run: Path, tmp_path
 def test_killed_while_the_target_is_written(world: World, run: Path) -> None:
     path, place = adapting(world, "killed"), world.folder("killed")
     scratch = place / ".writing-target"
-    test_kill.kill_when(path, scratch.exists, training.slowed)
+    training.kill_when(path, scratch.exists, training.slowed)
     assert not (place / "target").exists()
     process = training.fork(path)
     process.join()
@@ -438,7 +436,7 @@ def test_a_folder_that_is_there(world: World, capsys: pytest.CaptureFixture[str]
     assert train.main([str(adapting(world, "taken"))]) == 2
     assert "taken: not empty and no run of draftsmith; give another" in capsys.readouterr().err
     with pytest.MonkeyPatch.context() as patch:
-        test_train.stop_after(patch, 3)
+        training.stop_after(patch, 3)
         assert train.main([str(adapting(world, "later"))]) == loop.STOPPED
     with pytest.raises(UserError, match="later: its new target is not finished; run the same"):
         report.read_run(world.folder("later"))

@@ -17,15 +17,8 @@ from draftsmith.drafters.capture import capture_problem
 from draftsmith.drafters.causal_lm import CausalLM
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target import Target
-from test_target import build_as, close, pair, plain, random_tokens
+from targets import LONGROPE, build_as, close, pair, plain, random_tokens
 
-LONGROPE = {
-    "rope_type": "longrope",
-    "short_factor": [1.0] * 4,
-    "long_factor": [2.0] * 4,
-    "factor": 8.0,
-    "original_max_position_embeddings": 64,
-}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 
 

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 from transformers import DynamicCache
 
-import test_target
+import targets
 import tiny
 from draftsmith.drafters import chain_cache
 from draftsmith.drafters.attention import chain_step
@@ -22,7 +22,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.small import Small, SmallConfig
 from draftsmith.drafters.target import Target
-from test_target import close, pair, plain, random_tokens
+from targets import close, pair, plain, random_tokens
 
 every = pytest.mark.parametrize(
     "family",
@@ -90,8 +90,8 @@ def test_text_is_generates(family: str) -> None:
 def test_features_and_head(family: str) -> None:
     """Faults: hooks that the other path does not run; a head without the norm."""
     if family != "Mamba2":  # whose hidden_states begin after the first layer
-        test_target.check_features(*pair(family))
-    test_target.check_head(*pair(family))
+        targets.check_features(*pair(family))
+    targets.check_head(*pair(family))
 
 
 @every

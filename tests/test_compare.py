@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("datasets")
 
-import test_replay
+import replays
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch, align, batch_of
 from draftsmith.drafters.errors import UserError
@@ -34,10 +34,8 @@ NAMES = ("small", "eagle")
 
 
 def own(name: str, sampler: Sampler) -> tuple[Drafter, Batch]:
-    tokens, root = test_replay.own_text("Llama", sampler)
-    return test_replay.read(
-        name, "Llama", batch_of([(tokens, test_replay.flags(tokens, root))], sampler)
-    )
+    tokens, root = replays.own_text("Llama", sampler)
+    return replays.read(name, "Llama", batch_of([(tokens, replays.flags(tokens, root))], sampler))
 
 
 def test_a_checkpoint_under_another_name(tmp_path: Path) -> None:
@@ -101,13 +99,13 @@ def test_ranks_counted_from_one_would_show(monkeypatch: pytest.MonkeyPatch) -> N
 def test_wider_is_no_worse_and_all_is_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """With every token a candidate each depth is accepted: passes of k + 1 tokens."""
     drafter, batch = own("small", Sampler(1.0))
-    monkeypatch.setattr(candidates, "WIDTHS", (1, 4, test_replay.VOCAB))
+    monkeypatch.setattr(candidates, "WIDTHS", (1, 4, replays.VOCAB))
     found = diagnose(drafter, [batch], K)
     taus = list(found["oracle_tau"].values())
     assert taus == sorted(taus)
     (table,) = tables(drafter, batch, K)
     assert taus[-1] == pytest.approx(table.tokens / math.ceil(table.tokens / (K + 1)))
-    assert set(found["recall"][str(test_replay.VOCAB)]) == {1.0}
+    assert set(found["recall"][str(replays.VOCAB)]) == {1.0}
 
 
 def test_weights_are_the_rounds_that_get_there() -> None:

@@ -4,8 +4,7 @@ in law, whatever the drafter, the batch, and the place where a text ends.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +15,26 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-import reference
 import tiny
+from decodings import (
+    LAW_VOCAB,
+    PROMPT,
+    ROWS,
+    VOCAB,
+    accepted,
+    check_rounds,
+    cut,
+    end_tokens,
+    generated,
+    inside_blocks,
+    law_after_root,
+    law_drafter,
+    noisy,
+    ragged,
+)
 from draftsmith.drafters import grow as grow_module
 from draftsmith.drafters.attention import Step
-from draftsmith.drafters.base import Drafter, Policy, family
+from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.grow import draw
 from draftsmith.drafters.sampling import Noise, Purpose, Sampler
@@ -29,88 +43,16 @@ from draftsmith.drafters.vocab import VocabMap
 from draftsmith.eval.decoder import accept
 from draftsmith.eval.decoder.accept import Accepted, Draws
 from draftsmith.eval.decoder.loop import Decoder
-from draftsmith.eval.decoder.text import Cutter, Round, Text
+from draftsmith.eval.decoder.text import Cutter, Text
 from exact import chi_square
 
-VOCAB = 12  # few tokens: bad drafters are right now and then, and prompt lookup finds something
 DRAFTERS = ("ngram", "small", "eagle")
 GREEDY = Sampler(0.0)
-SETTINGS: dict[str, dict[str, Any]] = {
-    "ngram": {},
-    "small": {"layers": [0, 1, 2, 3]},
-    "eagle": {"taps": [1, 2, 4]},
-}
-
-
-def noisy(name: str, target: Target, noise: float | None = None, **settings: Any) -> Drafter:
-    """A drafter with noise on its weights, so that it is right at times and wrong at times."""
-    cls = family(name)
-    counts = torch.arange(target.vocab_size) % 3 != 2  # a reduced vocabulary: 0, 1, 3, 4, ..
-    drafter = cls.create(target, cls.Config(**{**SETTINGS[name], **settings}), counts.long())
-    noise = noise or {"ngram": 0.0, "small": 0.04, "eagle": 0.2}[name]
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for weight in drafter.parameters():
-            if weight.requires_grad:
-                weight += noise * torch.randn(weight.shape, generator=generator)
-    return drafter.eval()
 
 
 @cache
 def drafter_for(name: str, family_name: str, vocab: int = VOCAB) -> Drafter:
     return noisy(name, tiny.target(family_name, vocab=vocab))
-
-
-@cache
-def independent(family_name: str, vocab: int) -> Any:
-    """The same weights in a model that draftsmith never touched."""
-    return tiny.hf_model(family_name, vocab=vocab)
-
-
-@cache
-def generated(
-    family_name: str, prompt: tuple[int, ...], tokens: int, eos: int = -1, vocab: int = VOCAB
-) -> list[int]:
-    """The greedy answer by transformers; eos -1 never comes."""
-    ids = torch.tensor([prompt])
-    out = independent(family_name, vocab).generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=tokens,
-        do_sample=False,
-        eos_token_id=[eos],
-        pad_token_id=0,
-    )
-    return out[0, len(prompt) :].tolist()
-
-
-def end_tokens(patch: pytest.MonkeyPatch, target: Target, ids: list[int]) -> None:
-    patch.setattr(target.hf.generation_config, "eos_token_id", ids)
-
-
-def ragged(count: int, vocab: int = VOCAB) -> list[list[int]]:
-    """Prompts of uneven length, the first of a single token."""
-    return [[5], *tiny.prompts(count - 1, 0, vocab)]
-
-
-def accepted(texts: Sequence[Text]) -> list[int]:
-    return [r.accepted for text in texts for r in text.rounds]
-
-
-def check_rounds(text: Text, k: int) -> None:
-    """Rounds tile the text: each starts where the one before it ended, and the last ends it."""
-    at = len(text.prompt) - 1
-    end = at + len(text.tokens)
-    for round in text.rounds:
-        assert round.anchor == at and 0 <= round.accepted <= round.proposed <= k
-        assert at + 1 + round.proposed <= end, "drafts past the end are not counted"
-        at += 1 + round.accepted
-    assert end - at in (0, 1)
-
-
-def cut(rounds: Sequence[Round], end: int) -> list[Round]:
-    """Rounds of a text that goes on, cut to one whose last token stands at `end`."""
-    return [Round(a, min(p, end - a - 1), min(m, end - a - 1)) for a, p, m in rounds if a + 1 < end]
 
 
 @pytest.mark.parametrize("family_name", tiny.FAMILIES)
@@ -165,14 +107,6 @@ def test_a_wrong_mask_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = Decoder(target, drafter_for("small", "Llama"), Policy(3)).generate(prompts, GREEDY, 20)
     known = [generated("Llama", tuple(prompt), 20) for prompt in prompts]
     assert [text.tokens for text in texts] != known
-
-
-def inside_blocks(text: Text) -> list[int]:
-    """Places in text.tokens of accepted drafts that are followed by more of their own round."""
-    first = len(text.prompt)
-    return [
-        r.anchor + 2 + j - first for r in text.rounds for j in range(r.accepted)
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("family_name", tiny.FAMILIES)
@@ -331,28 +265,6 @@ def test_texts_that_end_at_their_first_token() -> None:
     assert texts == [decoder.generate([prompts[i]], Sampler(), 8, rows=[i])[0] for i in rows]
 
 
-ROWS = 2500
-LAW_VOCAB = 6
-PROMPT = [2, 4, 3, 5]
-
-
-@cache
-def law_after_root(sampler: Sampler) -> tuple[int, Tensor]:
-    """The likeliest root, and the exact joint law (V,) * 4 after it: an untouched float64 model."""
-    hf = tiny.hf_model("Llama", vocab=LAW_VOCAB).double()
-    cuts = (sampler.temperature, sampler.top_k, sampler.top_p)
-    root = int(reference.target_laws(hf, PROMPT, cuts)[-1].argmax())
-    paths = list(itertools.product(range(LAW_VOCAB), repeat=3))
-    with torch.no_grad():
-        logits = hf(torch.tensor([[*PROMPT, root, *path] for path in paths])).logits
-    joint = torch.ones((LAW_VOCAB,) * 4, dtype=torch.float64)
-    for j in range(4):
-        prefixes = {path[:j]: z for path, z in zip(paths, logits[:, len(PROMPT) + j], strict=True)}
-        for prefix, z in prefixes.items():
-            joint[prefix] *= reference.sampled(z, *cuts).view(-1, *(1,) * (3 - j))
-    return root, joint
-
-
 def p_value(drafter: Drafter | None, sampler: Sampler, patch: pytest.MonkeyPatch) -> float:
     """Chi-square of the four tokens after the likeliest root, over many rows of one batch."""
     target = tiny.target("Llama", vocab=LAW_VOCAB)
@@ -369,12 +281,6 @@ def p_value(drafter: Drafter | None, sampler: Sampler, patch: pytest.MonkeyPatch
     for text in texts:
         counts[tuple(text.tokens[1:])] += 1
     return chi_square(counts.flatten().tolist(), law.flatten().tolist())
-
-
-def law_drafter(name: str) -> Drafter:
-    target = tiny.target("Llama", vocab=LAW_VOCAB)
-    settings = {"eagle": {"draft_vocab": 4}, "small": {"layers": [0, 3]}}.get(name, {})
-    return noisy(name, target, **settings)
 
 
 @pytest.mark.parametrize(

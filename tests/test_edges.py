@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import contracts as contract
-import test_capture
 import tiny
+from decodings import end_tokens
 from draftsmith.drafters import attention, causal_lm
 from draftsmith.drafters.base import Policy, family
 from draftsmith.drafters.ngram import Ngram
@@ -18,8 +18,7 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.rehearsal import Rehearsed
-from test_decoder import end_tokens
-from test_target import build_as
+from targets import LONGROPE, build_as
 
 SAMPLERS = [Sampler(0.0), Sampler(1.0)]
 
@@ -79,9 +78,7 @@ def up_to(last: int, target: Target) -> list[bool]:
 
 
 def longrope() -> Target:
-    return build_as(
-        "Phi3", rope_parameters=test_capture.LONGROPE, original_max_position_embeddings=64
-    )
+    return build_as("Phi3", rope_parameters=LONGROPE, original_max_position_embeddings=64)
 
 
 def learned_positions() -> Target:

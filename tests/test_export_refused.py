@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import reference_export as rules
-import test_capture
 import tiny
 from draftsmith.drafters import base, export, foreign
 from draftsmith.drafters.errors import UserError
@@ -24,7 +23,7 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from exports import BLOCK, EAGLE, TEXT, K, drafter, logits, target_gguf, written
 from places import ROOT
-from test_target import build_as
+from targets import LONGROPE, build_as
 
 
 @pytest.mark.parametrize(("server", "name"), [("vllm", "eagle"), ("sglang", "eagle"),
@@ -260,7 +259,7 @@ def test_the_positions_are_those_that_are_served(tmp_path: Path) -> None:
 
 def test_a_draft_model_keeps_its_rope(tmp_path: Path) -> None:
     """Fault: positions cut to the serving length, of which longrope makes its attention factor."""
-    rope = {key: value for key, value in test_capture.LONGROPE.items() if key != "factor"}
+    rope = {key: value for key, value in LONGROPE.items() if key != "factor"}
     of = build_as("Phi3", rope_parameters=rope, original_max_position_embeddings=64)
     made = base.family("small").create(of, base.family("small").Config(layers=[0, 3])).eval()
     export.write("transformers", made, tmp_path, Serving("TARGET", K, 64))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import contracts as contract
-import test_target as target
+import targets as target
 import tiny
 import tree_checks
 from draftsmith.drafters import (

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import contracts as contract
-import test_decoder as decoding
-import test_parity as parity
+import decodings as decoding
+import parities as parity
 import tiny
 import tree_checks as trees
 from draftsmith.drafters import grow, one_layer

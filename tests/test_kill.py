@@ -13,7 +13,6 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -49,14 +48,6 @@ def whole(world: World) -> Path:
     process.join()
     assert process.exitcode == 0
     return world.folder("whole")
-
-
-def kill_when(path: Path, ready: Callable[[], bool], before: Callable[[], None]) -> None:
-    """Starts a run and kills it as soon as `ready`."""
-    process = training.fork(path, before)
-    training.kill(process, ready)
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
 
 
 def loadable(run: Path, target: Target) -> None:
@@ -95,7 +86,7 @@ def test_killed_between_two_checkpoints(world: World, whole: Path, seed: int) ->
         time.sleep(delay)
         return True
 
-    kill_when(path, ready, training.slowed)
+    training.kill_when(path, ready, training.slowed)
     assert after <= checkpoint.steps(run)[-1] < STEPS
     again(path, run, whole, Target.load(str(world.target)))
 
@@ -111,7 +102,7 @@ def test_killed_while_a_checkpoint_is_written(world: World, whole: Path, seed: i
     path = world.recipe(name, steps=STEPS, save_every=SAVE_EVERY)
     run = world.folder(name)
     scratch = run / f".writing-{step}"
-    kill_when(path, lambda: (scratch / wanted).exists(), training.slowed)
+    training.kill_when(path, lambda: (scratch / wanted).exists(), training.slowed)
     assert scratch.is_dir(), "killed in the middle of the write"
     assert checkpoint.steps(run) == list(range(SAVE_EVERY, step, SAVE_EVERY))
     again(path, run, whole, Target.load(str(world.target)))
@@ -139,7 +130,9 @@ def test_killed_before_the_first_checkpoint(world: World, whole: Path) -> None:
     """What the log already held is written anew, once."""
     path = world.recipe("early", steps=STEPS, save_every=SAVE_EVERY)
     run = world.folder("early")
-    kill_when(path, lambda: any(m["kind"] == "replay" for m in read_metrics(run)), training.slowed)
+    training.kill_when(
+        path, lambda: any(m["kind"] == "replay" for m in read_metrics(run)), training.slowed
+    )
     assert not checkpoint.steps(run)
     again(path, run, whole, Target.load(str(world.target)))
     assert [m["step"] for m in read_metrics(run) if m["kind"] == "start"] == [0]
@@ -151,7 +144,7 @@ def test_killed_while_sampling(world: World, whole: Path) -> None:
     path = world.recipe("sampling", steps=STEPS, save_every=SAVE_EVERY, **changes)
     run = world.folder("sampling")
     parts = run / "samples" / storage.PARTS
-    kill_when(path, lambda: parts.is_dir() and any(parts.iterdir()), training.slowed)
+    training.kill_when(path, lambda: parts.is_dir() and any(parts.iterdir()), training.slowed)
     process = training.fork(path)
     process.join()
     assert process.exitcode == 0
@@ -165,7 +158,9 @@ def test_a_checkpoint_written_in_place_is_caught(world: World, whole: Path) -> N
     """Planted fault: without scratch folder and rename, the check above finds a torn checkpoint."""
     path = world.recipe("in-place", steps=STEPS, save_every=SAVE_EVERY)
     run = world.folder("in-place")
-    kill_when(path, lambda: (run / "checkpoint-2" / "state.pt").exists(), training.written_in_place)
+    training.kill_when(
+        path, lambda: (run / "checkpoint-2" / "state.pt").exists(), training.written_in_place
+    )
     target = Target.load(str(world.target))
     base.load(run / "checkpoint-2", target)  # which was whole
     with pytest.raises((EOFError, RuntimeError, UnpicklingError)):  # torch.load of half a file

@@ -11,7 +11,6 @@ import torch
 
 pytest.importorskip("datasets")
 
-import test_train
 import tiny
 import training
 from draftsmith.drafters import base
@@ -104,7 +103,7 @@ def test_what_is_stored_is_what_was_trained(world: World) -> None:
 def test_it_goes_on_bit_for_bit(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(world, "straight")
     with monkeypatch.context() as patch:
-        test_train.stop_after(patch, 4)
+        training.stop_after(patch, 4)
         assert train.main([str(tuned(world, "halves"))]) == loop.STOPPED
     halves = run(world, "halves")
     assert training.differences(whole, halves, STEPS) == []
@@ -114,7 +113,7 @@ def test_adapters_forgotten_would_show(
     world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with monkeypatch.context() as patch:
-        test_train.stop_after(patch, 4)
+        training.stop_after(patch, 4)
         assert train.main([str(tuned(world, "forgets"))]) == loop.STOPPED
     monkeypatch.setattr(lora.Lora, "load", lambda self, state: None)
     assert train.main([str(tuned(world, "forgets"))]) == 2
@@ -127,7 +126,7 @@ def test_another_start_is_refused(
     start = world.root / "moving"
     shutil.copytree(world.folder("start") / "checkpoint-3", start)
     with monkeypatch.context() as patch:
-        test_train.stop_after(patch, 4)
+        training.stop_after(patch, 4)
         assert train.main([str(tuned(world, "moved", start=str(start)))]) == loop.STOPPED
     shutil.rmtree(start)
     shutil.copytree(world.folder("eagle") / f"checkpoint-{STEPS}", start)

@@ -26,7 +26,6 @@ from torch.distributed import HashStore
 
 pytest.importorskip("datasets")
 
-import test_train
 import training
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target import Target
@@ -273,7 +272,7 @@ def test_processes_without_rows_measure_and_draw_as_one(
     for name, before in ({"together": None} | faults).items():
         path = str(world.recipe(name, **MOVING))
         with monkeypatch.context() as patch:
-            test_train.stop_after(patch, 2)
+            training.stop_after(patch, 2)
             assert train.main([path]) == loop.STOPPED
         three = training.launch(training.train_together, 3, tmp_path / name, [path], before)
         assert ended(three) == [0, 0, 0], (tmp_path / f"{name}.0").read_text()

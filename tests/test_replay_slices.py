@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-import test_replay
+import replays
 import tiny
 from draftsmith.drafters.base import Drafter, Unroll
 from draftsmith.drafters.batch import Alignment, Batch, all_anchors
@@ -16,7 +16,7 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.eval import stats
 from draftsmith.eval.candidates import diagnose, ranks
 from draftsmith.eval.replay import Table, tables
-from test_replay import CHAT, SAMPLERS, drafter, flags
+from replays import CHAT, SAMPLERS, drafter, flags
 
 FAMILIES = ("ngram", "small", "eagle", "eagle1", "mtp chain", "medusa", "hydra", "toy-block")
 K = 3
@@ -24,10 +24,10 @@ K = 3
 
 def packed(name: str, sampler: Sampler) -> tuple[Drafter, Batch]:
     """Two rows of several texts, several turns and padding."""
-    ids = [tokens * 8 for tokens in tiny.prompts(3, 7, test_replay.VOCAB)]
+    ids = [tokens * 8 for tokens in tiny.prompts(3, 7, replays.VOCAB)]
     chat = (ids[1][: len(CHAT)], CHAT)
     first, last = ((t[:n], flags(t[:n], k)) for t, n, k in ((ids[0], 17, 3), (ids[2], 5, 1)))
-    batch = test_replay.pack([[first, chat, last], [last, first]])
+    batch = replays.pack([[first, chat, last], [last, first]])
     batch.sampler = sampler
     made = drafter(name)
     return made, made.target.read(batch, made.taps)
@@ -48,7 +48,7 @@ def check_slices(name: str, sampler: Sampler, patch: pytest.MonkeyPatch) -> None
         assert [t.prompt for t in found] == [t.prompt for t in whole]
         for table, known in zip(found, whole, strict=True):
             # Nothing norms what EAGLE-1's lm_head reads: logits of 30 are rounded to 1e-5.
-            test_replay.same(table, known, 2e-4 if name == "eagle1" else 2e-5)
+            replays.same(table, known, 2e-4 if name == "eagle1" else 2e-5)
             if sampler.greedy or name == "ngram":
                 np.testing.assert_array_equal(table.weight, known.weight)
 
@@ -68,7 +68,7 @@ def test_slices_against_float64_laws(
     name: str, sampler_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stats, "CELLS", 2 * K)
-    test_replay.test_ratios_against_float64_laws(name, "Llama", sampler_name)
+    replays.check_ratios(name, "Llama", sampler_name)
 
 
 @pytest.mark.parametrize("name", ["small", "eagle", "toy-block"])

@@ -19,7 +19,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.shell import Shell
 from draftsmith.drafters.small import Small, SmallConfig
 from draftsmith.drafters.target import Target
-from test_source import tiny_model, write_gguf
+from ggufs import tiny_model, write_gguf
 
 LAYER = ".layers."
 

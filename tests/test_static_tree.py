@@ -17,8 +17,8 @@ import pytest
 pytest.importorskip("datasets")
 
 import contracts as contract
+import parities as parity
 import planted as faults
-import test_parity as parity
 import tiny
 from draftsmith.drafters.batch import batch_of
 from draftsmith.drafters.policy import StaticTree

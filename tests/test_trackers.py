@@ -19,7 +19,6 @@ from accelerate import Accelerator
 
 pytest.importorskip("datasets")
 
-import test_train
 import training
 from draftsmith.drafters.target import Target
 from draftsmith.train import __main__ as train
@@ -169,7 +168,7 @@ def test_a_stopped_run_closes_its_trackers(world: World, monkeypatch: pytest.Mon
     pytest.importorskip("tensorboard")
     ends: list[int] = []
     monkeypatch.setattr(Accelerator, "end_training", lambda self: ends.append(len(self.trackers)))
-    test_train.stop_after(monkeypatch, 2)
+    training.stop_after(monkeypatch, 2)
     assert train.main([str(recipe(world, "stopped", "tensorboard"))]) == loop.STOPPED
     assert ends == [1]
 

@@ -55,18 +55,6 @@ def trained(world: World, name: str, drafter: str = "eagle", **changes: Any) -> 
     return folder
 
 
-def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """SIGTERM reaches this process while a run is in that step."""
-    whole = Trainer._step
-
-    def stopped(self: Trainer) -> Any:
-        if self.step + 1 == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return whole(self)
-
-    monkeypatch.setattr(Trainer, "_step", stopped)
-
-
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
     """No file of this process grows beyond so many bytes, as on a disk that is full by then."""
@@ -326,7 +314,7 @@ def test_resume_is_bit_exact(
     name = f"stopped-{drafter}-{step}"
     path = world.recipe(name, drafter)
     with monkeypatch.context() as patch:
-        stop_after(patch, step)
+        training.stop_after(patch, step)
         assert train.main([str(path)]) == (0 if step == STEPS else loop.STOPPED)
     run = world.folder(name)
     assert checkpoint.steps(run)[-1] == step
@@ -351,7 +339,7 @@ def test_a_state_that_is_not_restored_is_noticed(
     name = f"faulty-{fault}"
     path = world.recipe(name)
     with monkeypatch.context() as patch:
-        stop_after(patch, 5)
+        training.stop_after(patch, 5)
         assert train.main([str(path)]) == loop.STOPPED
     restore = checkpoint.restore
 
@@ -429,7 +417,7 @@ def test_resume_continues_another_place(
     """log_every and where the samples lie may change; what decides the weights may not."""
     path = world.recipe("moved")
     with monkeypatch.context() as patch:
-        stop_after(patch, 2)
+        training.stop_after(patch, 2)
         assert train.main([str(path)]) == loop.STOPPED
     for change in ("lr=0.1", "depths=2", "seed=3", "taps=[1]", "steps=20"):
         capsys.readouterr()

@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-import test_decoder as decoding
-import test_parity as parity
+import decodings as decoding
+import parities as parity
 import tiny
 from draftsmith.drafters.attention import tree_shape
 from draftsmith.drafters.base import Policy
 from draftsmith.drafters.policy import StaticTree
 from draftsmith.drafters.sampling import Sampler
+from draftsmith.eval.decoder import accept
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.parity import compare
 from draftsmith.eval.replay import summarise
@@ -139,12 +140,12 @@ def judged_by_the_first_law(
         torch.Tensor.scatter = thinned  # type: ignore[method-assign]
 
 
-RIGHT = decoding.accept.without_replacement
+RIGHT = accept.without_replacement
 
 
 def test_a_wrong_rule_bends_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above has teeth at the same number of rows."""
-    monkeypatch.setattr(decoding.accept, "without_replacement", judged_by_the_first_law)
+    monkeypatch.setattr(accept, "without_replacement", judged_by_the_first_law)
     assert p_value(TWO, PLAIN, monkeypatch) < 1e-6
 
 

@@ -19,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
@@ -238,6 +239,26 @@ def kill(process: BaseProcess, ready: Callable[[], bool]) -> None:
         time.sleep(1e-3)
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
+
+
+def kill_when(path: Path, ready: Callable[[], bool], before: Callable[[], None]) -> None:
+    """Starts a run and kills it as soon as `ready`."""
+    process = fork(path, before)
+    kill(process, ready)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """SIGTERM reaches this process while a run is in that step."""
+    whole = Trainer._step
+
+    def stopped(self: Trainer) -> Any:
+        if self.step + 1 == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return whole(self)
+
+    monkeypatch.setattr(Trainer, "_step", stopped)
 
 
 # ---------------------------------------------------------------- what a killed process is like

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import contracts as contract
-import test_decoder as decoding
-import test_parity as parity
+import decodings as decoding
+import parities as parity
 import tiny
 from draftsmith.drafters import batch as batches
 from draftsmith.drafters.base import Drafter, Policy

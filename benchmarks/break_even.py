@@ -19,7 +19,7 @@ from draftsmith.drafters import base
 from draftsmith.drafters.base import Policy
 from draftsmith.drafters.policy import Tree
 from draftsmith.drafters.target import Target
-from draftsmith.eval import bench, bench_table
+from draftsmith.eval import bench, bench_table, clocks
 from draftsmith.eval.provenance import provenance
 from draftsmith.train.prompts import product_prompts
 from draftsmith.train.template import encode
@@ -55,7 +55,7 @@ def main() -> None:
         "alpha": None,
         "prompts": len(prompts),
         "max_new_tokens": TOKENS,
-        "warm_up": bench.WARM_UP,
+        "warm_up": clocks.WARM_UP,
     }
     about = bench.device_of(target) | provenance()
     store = bench.Store(arguments.output / "break_even", settings, about)

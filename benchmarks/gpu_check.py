@@ -35,7 +35,7 @@ from draftsmith.drafters.batch import Batch, align, batch_of
 from draftsmith.drafters.policy import Tree
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
-from draftsmith.eval import bench, bench_table, laws, rowwise, synthetic
+from draftsmith.eval import bench, bench_table, clocks, laws, rowwise, synthetic
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.provenance import provenance
 
@@ -261,7 +261,7 @@ def _timed(
     ]
     bench.check_memory(target, cells, len(prompts[0].ids) + tokens)
     settings = {"target": target.source.spec, "alpha": ALPHA, "prompts": 1}
-    settings |= {"max_new_tokens": tokens, "warm_up": bench.WARM_UP}
+    settings |= {"max_new_tokens": tokens, "warm_up": clocks.WARM_UP}
     about = bench.device_of(target) | {"commit": None, "command": "gpu_check"}
     store = bench.Store(check.folder / f"bench-{name}", settings, about)
     check.kept = store.content

@@ -2,9 +2,10 @@
 temperatures.
 
 A cell is one (drafter, policy, batch, temperature). Decode figures leave prefill out, end-to-end
-ones hold it; each cell decodes a few tokens first (all of them where graphs are captured), which no
-figure counts. Finished cells are kept
-in bench.json, so that a bench which was stopped goes on where it was.
+ones hold it. Drafter and baseline take turns within a cell, batch by batch, and a cell whose turns
+differ among themselves is no result (clocks.py). Each cell decodes a few tokens first (all of them
+where graphs are captured), which no figure counts. Finished cells are kept in bench.json, so that a
+bench which was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,11 +27,11 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval import roofline, synthetic
 from draftsmith.eval.acceptance import counted_tau
+from draftsmith.eval.clocks import Steadiness, Turn, in_turns, spread_of_rounds
 from draftsmith.eval.decoder.loop import Clock, Decoder
 from draftsmith.eval.decoder.text import Text
 from draftsmith.eval.speed import typical
 
-WARM_UP = 8  # tokens decoded before a cell's clock starts
 MOST_ROWS = 64
 
 
@@ -56,10 +56,6 @@ class Cell:
     def key(self) -> str:
         how = "" if self.policy is None else f"{self.policy}, "
         return f"{self.drafter}: {how}batch {self.batch}, T={self.temperature:g}"
-
-    @property
-    def baseline(self) -> Cell:
-        return Cell("baseline", None, self.batch, self.temperature)
 
 
 def grid(
@@ -107,39 +103,36 @@ def full_batches(prompts: Sequence[Asked], size: int) -> list[list[Asked]]:
 
 
 def measure(
-    decoder: Decoder, prompts: Sequence[Asked], cell: Cell, max_new_tokens: int, seed: int = 0
+    decoder: Decoder,
+    prompts: Sequence[Asked],
+    cell: Cell,
+    max_new_tokens: int,
+    seed: int = 0,
+    beside: Decoder | None = None,
 ) -> dict[str, Any]:
-    """Decodes the prompts in full batches of the cell's size and says what it took."""
-    sampler = Sampler(cell.temperature)
+    """Decodes the prompts in full batches of the cell's size and says what it took.
+
+    beside: the loop without drafting, which takes turns with the decoder; "beside" holds what it
+    took. One batch alone is decoded twice: a single turn says nothing of the machine.
+    """
     batches = full_batches(prompts, cell.batch)
-    ids = [[asked.ids for asked in batch] for batch in batches]
-    if decoder.graphs:  # captured for each batch's capacity, and for each view as texts grow
-        for i, batch in enumerate(ids):
-            rows = range(i * cell.batch, (i + 1) * cell.batch)
-            decoder.generate(batch, sampler, max_new_tokens, rows=rows, seed=seed)
-    else:
-        decoder.generate(ids[0], sampler, min(WARM_UP, max_new_tokens), seed=seed)
-    rounds: list[Clock] = []
-    prefill = 0.0
-
-    def mark(new: int) -> None:
-        """Gives every round a clock of its own; prefill falls into its batch's first."""
-        nonlocal prefill
-        prefill += decoder.clock.prefill
-        rounds.append(decoder.clock)
-        decoder.clock = Clock()
-
-    decoder.clock = Clock()
-    texts: list[Text] = []
-    began = time.perf_counter()
-    for i, batch in enumerate(ids):
-        rows = range(i * cell.batch, (i + 1) * cell.batch)
-        texts += decoder.generate(
-            batch, sampler, max_new_tokens, rows=rows, seed=seed, progress=mark
-        )
-    wall = time.perf_counter() - began
+    batches *= 2 if len(batches) == 1 else 1
+    decoders = [decoder] if beside is None else [decoder, beside]
+    turns = in_turns(
+        decoders, [[asked.ids for asked in batch] for batch in batches],
+        Sampler(cell.temperature), max_new_tokens, seed=seed,
+    )  # fmt: skip
     domains = [asked.domain for batch in batches for asked in batch]
-    return _summary(rounds, prefill + decoder.clock.prefill, wall, texts, domains)
+    found, *others = (_of_turns(side, domains) for side in turns)
+    own, *base = (spread_of_rounds([turn.rounds for turn in side]) for side in turns)
+    steady = Steadiness(len(batches), base[0], own) if base else Steadiness(len(batches), own)
+    return found | {"clock": steady.report()} | ({"beside": others[0]} if others else {})
+
+
+def _of_turns(turns: Sequence[Turn], domains: list[str]) -> dict[str, Any]:
+    rounds = [clock for turn in turns for clock in turn.rounds]
+    prefill, wall = sum(turn.prefill for turn in turns), sum(turn.wall for turn in turns)
+    return _summary(rounds, prefill, wall, [t for turn in turns for t in turn.texts], domains)
 
 
 def _summary(
@@ -189,6 +182,7 @@ def compare(found: dict[str, Any], base: dict[str, Any], alpha: float | None) ->
     return {
         "measured_speedup": found["tokens_per_s"] / base["tokens_per_s"],
         "predicted_speedup": expected / even,
+        "baseline_tokens_per_s": base["tokens_per_s"],
         "end_to_end_speedup": found["end_to_end_tokens_per_s"] / base["end_to_end_tokens_per_s"],
         "break_even_tau": even,
         "distance": found["tau"] - even,
@@ -213,11 +207,14 @@ def run(
     seed: int = 0,
     progress: Callable[[Cell], None] = lambda cell: None,
 ) -> None:
-    """Measures the cells that the store lacks. alpha: a synthetic run's chance of acceptance."""
+    """Measures the cells that the store lacks, and those that took no turns (of earlier versions).
+
+    alpha: a synthetic run's chance of acceptance.
+    """
     rate = store.once("copy_bytes_per_s", lambda: roofline.copy_bandwidth(target.device))
     weights, kv = roofline.weight_bytes(target), roofline.kv_bytes(target)
     for cell in cells:
-        if cell.key not in store.cells:
+        if "clock" not in store.cells.get(cell.key, ()):
             decoder: Decoder
             if cell.policy is None:
                 decoder = Decoder(target)
@@ -225,14 +222,15 @@ def run(
                 decoder = Decoder(target, drafters[cell.drafter], cell.policy)
             else:
                 decoder = synthetic.CoinDecoder(target, drafters[cell.drafter], cell.policy, alpha)
-            found = measure(decoder, prompts, cell, max_new_tokens, seed)
+            beside = None if cell.policy is None else Decoder(target)
+            found = measure(decoder, prompts, cell, max_new_tokens, seed, beside)
             seconds = found["typical_ms"]["verify"] / 1e3
             context = found["mean_context"]
             found["roofline_share"] = roofline.share(
                 weights, kv, cell.batch, context, seconds, rate
             )
-            if cell.policy is not None:
-                found |= compare(found, store.cells[cell.baseline.key], alpha)
+            if beside is not None:
+                found |= compare(found, found.pop("beside"), alpha)
             about: dict[str, Any] = {
                 "drafter": cell.drafter,
                 "policy": None if cell.policy is None else str(cell.policy),

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from draftsmith.eval import clocks
+
 Row = list[str]
 HEAD = [
-    "drafter", "draft", "batch", "T", "tau", "tokens/s", "speedup", "predicted", "break-even",
-    "end to end", "draft/verify/host", "roofline",
+    "drafter", "draft", "batch", "T", "tau", "tokens/s", "spread", "speedup", "predicted",
+    "break-even", "end to end", "draft/verify/host", "roofline",
 ]  # fmt: skip
 DOMAIN_HEAD = ["drafter", "draft", "batch", "T", "break-even"]
 
@@ -30,8 +32,8 @@ def rows(bench: dict[str, Any]) -> list[Row]:
 def _row(cell: dict[str, Any]) -> Row:
     base = cell["policy"] is None
 
-    def times(name: str) -> str:
-        return "" if base else f"{cell[name]:.2f}x"
+    def times(name: str, unit: str = "x") -> str:
+        return "" if base else clocks.result(f"{cell[name]:.2f}{unit}", cell["clock"])
 
     return [
         _name(cell),
@@ -40,9 +42,10 @@ def _row(cell: dict[str, Any]) -> Row:
         f"{cell['temperature']:g}",
         _number(cell["tau"]),
         f"{cell['tokens_per_s']:.1f}",
+        _percent(cell["clock"]["baseline_spread"]),
         times("measured_speedup"),
         times("predicted_speedup"),
-        "" if base else _number(cell["break_even_tau"]),
+        times("break_even_tau", ""),
         f"{cell['end_to_end_tokens_per_s']:.1f}",
         " / ".join(f"{100 * cell['share'][part]:.0f}%" for part in ("draft", "verify", "host")),
         f"{100 * cell['roofline_share']:.0f}%",
@@ -56,11 +59,13 @@ def domain_rows(bench: dict[str, Any]) -> tuple[Row, list[Row]]:
     out = []
     for cell in drafted:
         row = [_name(cell), cell["policy"], str(cell["batch"]), f"{cell['temperature']:g}"]
-        row.append(_number(cell["break_even_tau"]))
+        row.append(clocks.result(_number(cell["break_even_tau"]), cell["clock"]))
         for name in names:
             far = cell["distance_by_domain"].get(name)
             of = cell["tau_by_domain"].get(name)
-            row.append("-" if far is None else f"{of:.2f} ({far:+.2f})")
+            row.append(
+                "-" if far is None else f"{of:.2f} ({clocks.result(f'{far:+.2f}', cell['clock'])})"
+            )
         out.append(row)
     return DOMAIN_HEAD + names, out
 
@@ -72,18 +77,30 @@ def verdicts(bench: dict[str, Any]) -> list[str]:
         if cell["policy"] is None:
             continue
         key = (_name(cell), cell["batch"], cell["temperature"])
-        if key not in best or cell["measured_speedup"] > best[key]["measured_speedup"]:
+        if key not in best or _rank(cell) > _rank(best[key]):
             best[key] = cell
     out = []
     for (name, batch, temperature), cell in best.items():
+        lead = f"{name}, batch {batch}, T={temperature:g}: "
+        if cell["clock"]["busy"]:  # all of them are
+            out.append(f"{lead}at {cell['policy']}: {cell['clock']['note']}")
+            continue
         gain = cell["measured_speedup"]
         word = "pays" if gain > 1 else "does not pay"
         where = [n for n, far in cell["distance_by_domain"].items() if far is not None and far > 0]
-        text = f"{name}, batch {batch}, T={temperature:g}: {word}, {gain:.2f}x at {cell['policy']}"
+        text = f"{lead}{word}, {gain:.2f}x at {cell['policy']}"
         if not cell["synthetic"]:
             text += f"; above break-even on {', '.join(where) or 'no domain'}"
         out.append(text)
     return out
+
+
+def _rank(cell: dict[str, Any]) -> tuple[bool, float]:
+    return not cell["clock"]["busy"], cell["measured_speedup"]
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
 
 
 def markdown(bench: dict[str, Any]) -> str:
@@ -95,7 +112,9 @@ def markdown(bench: dict[str, Any]) -> str:
             f"# {title(bench)}",
             "",
             f"{settings['prompts']} prompts, up to {settings['max_new_tokens']} new tokens. Decode "
-            "figures leave prefill out, end-to-end ones (tokens/s) hold it. Warm-up: "
+            "figures leave prefill out, end-to-end ones (tokens/s) hold it. Spread: how much turns "
+            f"of the loop without drafting differ; beyond {clocks.BUSY:.0%}, a drafter's own turns "
+            "too, the machine was busy and nothing is a measurement. Warm-up: "
             f"{settings['warm_up']} tokens a cell, not counted. Copy bandwidth "
             f"{bench['copy_bytes_per_s'] / 1e9:.1f} GB/s; roofline: the share of a verify pass "
             "that reading weights and cache takes at that rate. Commit "

@@ -1,6 +1,7 @@
 """One drafter, one set of prompts: decode, baseline, replay of the decoded text, parity.
 
-The prompts are decoded one at a time (batch 1), which is what the speed figures are for.
+The prompts are decoded one at a time (batch 1), which is what the speed figures are for: each by
+the drafter, then without it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from draftsmith.eval.acceptance import (
     counted_tau,
     repetitive,
 )
-from draftsmith.eval.decoder.loop import Clock, Decoder
+from draftsmith.eval.clocks import Steadiness, Turn, in_turns, spread_of_rounds
+from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.text import Text
 from draftsmith.eval.parity import Parity, compare, compare_trees, counts
 from draftsmith.eval.provenance import provenance
@@ -31,6 +33,7 @@ from draftsmith.eval.speed import Costs, break_even, speedup
 from draftsmith.eval.walk import walk
 
 Progress = Callable[[str, int, int], None]
+SIDES = ("speculative", "baseline")
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Decoded:
     passes emitted. histogram (k + 1,): passes that accepted 0, 1, .. k drafts. by_prompt: tokens
     and passes of each text. *_ms: means of a round, of a baseline step, and of a prompt's prefill.
     texts_equal_to_baseline: None where nothing is owed (see `evaluate`). Speeds are None where no
-    round ran.
+    round ran; clock says whether they are a measurement.
     """
 
     tau: float | None
@@ -59,6 +62,10 @@ class Decoded:
     baseline_step_ms: float
     prefill_ms: float
     texts_equal_to_baseline: int | None
+    clock: Steadiness
+
+    def report(self) -> dict[str, Any]:
+        return asdict(self) | {"clock": self.clock.report()}
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,7 @@ class Evaluation:
             "replay": replay,
             "by_domain": self.by_domain and {n: asdict(a) for n, a in self.by_domain.items()},
             "repetitive": self.repetitive and {n: asdict(a) for n, a in self.repetitive.items()},
-            "decode": asdict(self.decode),
+            "decode": self.decode.report(),
             "parity": self.parity and self.parity.report(),
             "break_even_tau": self.break_even_tau,
             "predicted_speedup": self.predicted_speedup,
@@ -136,38 +143,27 @@ def evaluate(
     progress(what, prompts done, new tokens) is called as decoding goes on.
     """
 
-    def decode(decoder: Decoder, what: str) -> list[Text]:
-        # Warm-up; graphs are captured as texts grow, each in its own view of the caches.
-        for row, prompt in enumerate(prompts if decoder.graphs else prompts[:1]):
-            tokens = max_new_tokens if decoder.graphs else min(8, max_new_tokens)
-            decoder.generate([prompt], sampler, tokens, rows=[row], seed=seed)
-        decoder.clock = Clock()
-        texts: list[Text] = []
-
-        def report(new: int) -> None:
-            progress(what, len(texts), new)
-
-        for row, prompt in enumerate(prompts):
-            texts += decoder.generate(
-                [prompt], sampler, max_new_tokens, rows=[row], seed=seed, stop=stop, progress=report
-            )
-            report(0)
-        return texts
-
-    speculative, baseline = Decoder(target, drafter, policy), Decoder(target)
-    texts = decode(speculative, "speculative")
-    plain = decode(baseline, "baseline")
+    decoders = [Decoder(target, drafter, policy), Decoder(target)]
+    drafted, plain = in_turns(
+        decoders, [[prompt] for prompt in prompts], sampler, max_new_tokens, seed=seed, stop=stop,
+        progress=lambda side, done, new: progress(SIDES[side], done, new),
+    )  # fmt: skip
+    texts = [text for turn in drafted for text in turn.texts]
 
     k = policy.k
     deterministic = sampler.greedy or drafter.deterministic or not policy.sampled
     batches = read_texts(target, drafter, texts, sampler)
     found = replay_of(drafter, batches, texts, policy, deterministic, seed)
     answers = [text.tokens for text in texts]
-    same = sum(a.tokens == b.tokens for a, b in zip(texts, plain, strict=True))
+    same = sum(a.texts[0].tokens == b.texts[0].tokens for a, b in zip(drafted, plain, strict=True))
     # Equal texts are owed only where both draw alike: greedy, or the match rule.
     equal = same if deterministic else None
-    costs = mean_costs(speculative.clock, baseline.clock, k)
-    rounds = speculative.clock.rounds
+    costs = mean_costs(drafted, plain, k)
+    steady = Steadiness(
+        len(prompts),
+        *(spread_of_rounds([turn.rounds for turn in side]) for side in (plain, drafted)),
+    )
+    passes = sum(len(turn.rounds) for turn in drafted)
     return Evaluation(
         target=target.identity(),
         family=drafter.family,
@@ -179,10 +175,10 @@ def evaluate(
         replay=found,
         by_domain=by_domain(found.parts, domains, k, seed) if found and domains else None,
         repetitive=repetitive(found.parts, answers, k, seed) if found else None,
-        decode=_decoded(texts, k, speculative.clock, baseline.clock, costs, equal),
+        decode=_decoded(drafted, plain, k, costs, steady, equal),
         break_even_tau=break_even(costs, k) if costs.step else None,
         predicted_speedup=(
-            speedup(costs, found.pooled.tau, k) if found and found.pooled.tau and rounds else None
+            speedup(costs, found.pooled.tau, k) if found and found.pooled.tau and passes else None
         ),
         device=str(target.device),
         dtype=str(target.dtype).removeprefix("torch."),
@@ -190,23 +186,38 @@ def evaluate(
     )
 
 
-def mean_costs(drafting: Clock, baseline: Clock, k: int) -> Costs:
+def mean_costs(drafted: Sequence[Turn], plain: Sequence[Turn], k: int) -> Costs:
     """A round's costs at draft length k, as means over all rounds."""
+    rounds, steps = ([clock for turn in side for clock in turn.rounds] for side in (drafted, plain))
     draft, verify, host = (
-        part / max(drafting.rounds, 1) for part in (drafting.draft, drafting.verify, drafting.host)
+        sum(getattr(clock, part) for clock in rounds) / max(len(rounds), 1)
+        for part in ("draft", "verify", "host")
     )
-    step = baseline.total / max(baseline.rounds, 1)
+    step = sum(clock.total for clock in steps) / max(len(steps), 1)
     return Costs(step, {k: draft}, {k + 1: verify}, host)
 
 
+def _speed(turns: Sequence[Turn]) -> float | None:
+    """Tokens a second, prefill left out."""
+    clocks = [clock for turn in turns for clock in turn.rounds]
+    seconds = sum(clock.total for clock in clocks)
+    return sum(clock.tokens for clock in clocks) / seconds if seconds else None
+
+
 def _decoded(
-    texts: Sequence[Text], k: int, clock: Clock, base: Clock, costs: Costs, equal: int | None
+    drafted: Sequence[Turn],
+    plain: Sequence[Turn],
+    k: int,
+    costs: Costs,
+    steady: Steadiness,
+    equal: int | None,
 ) -> Decoded:
+    texts = [text for turn in drafted for text in turn.texts]
     passes, *accepted = counts(texts, k)
     tried = [
         sum(r.proposed > j and r.accepted >= j for t in texts for r in t.rounds) for j in range(k)
     ]
-    speed, plain = (of.tokens / of.total if of.total else None for of in (clock, base))
+    speed, base = _speed(drafted), _speed(plain)
     return Decoded(
         tau=counted_tau(texts),
         alpha=[a / r if r else None for a, r in zip(accepted, tried, strict=True)],
@@ -215,14 +226,15 @@ def _decoded(
         histogram=histogram(texts, k),
         by_prompt=[{"tokens": len(t.tokens), "passes": len(t.rounds)} for t in texts],
         tokens_per_s=speed,
-        baseline_tokens_per_s=plain,
-        speedup=speed / plain if speed and plain else None,
+        baseline_tokens_per_s=base,
+        speedup=speed / base if speed and base else None,
         draft_ms=1e3 * costs.draft[k],
         verify_ms=1e3 * costs.verify[k + 1],
         host_ms=1e3 * costs.host,
         baseline_step_ms=1e3 * costs.step,
-        prefill_ms=1e3 * clock.prefill / max(len(texts), 1),
+        prefill_ms=1e3 * sum(turn.prefill for turn in drafted) / max(len(texts), 1),
         texts_equal_to_baseline=equal,
+        clock=steady,
     )
 
 

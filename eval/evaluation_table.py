@@ -33,14 +33,19 @@ def show(found: Evaluation) -> None:
     if found.replay and found.replay.tau_by_k:
         by_k = "  ".join(f"{k}: {_number(tau)}" for k, tau in found.replay.tau_by_k.items())
         console.print(f"tau by k (replay)  {by_k}")
+    steady = decode.clock
+    mark = " (busy)" if steady.busy else ""
     console.print(
         f"speed in {found.dtype}  {_number(decode.tokens_per_s, 2)} tokens/s against "
-        f"{_number(decode.baseline_tokens_per_s, 2)}: {_number(decode.speedup, 2)}x measured, "
-        f"{_number(found.predicted_speedup, 2)}x predicted; tau must reach "
-        f"{_number(found.break_even_tau, 2)} to break even; a round is "
+        f"{_number(decode.baseline_tokens_per_s, 2)}: {_number(decode.speedup, 2)}x "
+        f"measured{mark}, {_number(found.predicted_speedup, 2)}x predicted{mark}; tau must "
+        f"reach {_number(found.break_even_tau, 2)} to break even{mark}; a round is "
         f"{decode.draft_ms:.1f} ms draft, {decode.verify_ms:.1f} ms verify, "
-        f"{decode.host_ms:.1f} ms host; a baseline step {decode.baseline_step_ms:.1f} ms"
+        f"{decode.host_ms:.1f} ms host; a baseline step {decode.baseline_step_ms:.1f} ms, its "
+        f"spread over {steady.turns} turns {_number(steady.baseline_spread, 2)}"
     )
+    if steady.note:
+        console.print(steady.note)
     if found.parity:
         _print_parity(found.parity, console)
 

@@ -113,14 +113,16 @@ def speedup_by_k(report: Report) -> str:
     chart.text(*_above(chart, chart.x[0], 1.0), "break-even", "note")
     for i, (label, found) in enumerate(rows.items()):
         points = [(k, found[str(k)]["predicted_speedup"]) for k in ks]
-        chart.line(points, f"s{i}")
+        style, note = shade(f"s{i}", report["speed"][label]["clock"])
+        chart.line(points, style)
         for k, value in points:
-            chart.dot(k, value, f"s{i}", f"{label}, k = {k}: {value:.2f}x predicted")
+            chart.dot(k, value, style, f"{label}, k = {k}: {value:.2f}x predicted{note}")
         decoded = report["decode"][label]
         if decoded["decode"]["speedup"]:
             value = decoded["decode"]["speedup"]
-            told = f"{label}, k = {decoded['k']}: {value:.2f}x measured"
-            chart.dot(decoded["k"], value, f"s{i} ring", told, 6.5)
+            style, note = shade(f"s{i}", decoded["decode"]["clock"])
+            told = f"{label}, k = {decoded['k']}: {value:.2f}x measured{note}"
+            chart.dot(decoded["k"], value, f"{style} ring", told, 6.5)
     return chart.svg()
 
 
@@ -132,11 +134,22 @@ def round_time(report: Report) -> str:
         width = str(int(k) + 1)
         parts = {"draft": costs["draft"][k], "verify": costs["verify"][width]}
         rows.append((f"k = {k}", parts | {"host": costs["host"]}, whole))
-    return stacks("a round's time", rows)
+    clock = report["speed"][report["served"]]["clock"]
+    return stacks("a round's time", rows, [clock] * len(rows))
 
 
-def stacks(title: str, rows: Sequence[tuple[str, dict[str, float], float]]) -> str:
-    """Rows of (name, parts in ms, all of them in ms), a bar each; a part's name is its style."""
+def shade(style: str, clock: Report) -> tuple[str, str]:
+    """A mark's style, and what it tells besides: grey for what is no measurement."""
+    return ("grey", " (machine busy)") if clock["busy"] else (style, "")
+
+
+def stacks(
+    title: str, rows: Sequence[tuple[str, dict[str, float], float]], clocks: Sequence[Report]
+) -> str:
+    """Rows of (name, parts in ms, all of them in ms), a bar each; a part's name is its style.
+
+    clocks: of each row, whether it is a measurement.
+    """
     longest = max(whole for *_, whole in rows)
     room = max(64, 8 + 7 * max(len(name) for name, *_ in rows))  # pixels
     chart = Chart(title, (0, 1.18 * longest), (len(rows), 0), 34 * len(rows) + 58, room)
@@ -145,8 +158,9 @@ def stacks(title: str, rows: Sequence[tuple[str, dict[str, float], float]]) -> s
         chart.text(x - 8, y + 4, name, "tick end")
         start = 0.0
         for part, value in parts.items():
-            told = f"{name}: {part} {value:.1f} ms"
-            chart.bar(start, start + value, i + 0.82, i + 0.18, part, told)
+            style, note = shade(part, clocks[i])
+            told = f"{name}: {part} {value:.1f} ms{note}"
+            chart.bar(start, start + value, i + 0.82, i + 0.18, style, told)
             start += value
         chart.text(*_right(chart, start, i + 0.5), f"{whole:.1f} ms", "value")
     return chart.svg()

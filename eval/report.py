@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.eval import acceptance, plots, speed
+from draftsmith.eval import acceptance, clocks, plots, speed
 from draftsmith.eval.parity import TIE, Z_BOUND
 from draftsmith.eval.speed import Costs, Drafting
 
@@ -107,6 +107,7 @@ def _speed(costs: Costs, found: Report, about: Report, learned: int) -> Report:
         "best_k": best,
         "predicted_speedup": speed.speedup(costs, tau[best], best),
         "break_even_tau": speed.break_even(costs, best),
+        "clock": costs.clock.report(),
         "verdict": f"{speed.verdict(costs, drafting)} {about['timed_in']}",
     }
 
@@ -152,7 +153,7 @@ def render(template: str, report: Report, charts: Mapping[str, str]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    env.filters |= {"fixed": fixed, "interval": interval, "adapted": adapted}
+    env.filters |= {"fixed": fixed, "interval": interval, "adapted": adapted, "times": times}
     drawn = {name: Markup(svg) for name, svg in charts.items()}
     return env.get_template(template).render(report, plots=drawn)
 
@@ -163,6 +164,11 @@ def fixed(value: float | None, digits: int = 3) -> str:
         return "–"
     text = f"{value:.{digits}f}"
     return text if float(text) else text.lstrip("-")  # no -0.00
+
+
+def times(value: float | None, clock: Mapping[str, Any]) -> str:
+    """A speedup, where it is a measurement by its clock."""
+    return clocks.result(fixed(value, 2) + "x", clock)
 
 
 def interval(ends: list[float] | None, digits: int = 2) -> str:

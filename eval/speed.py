@@ -26,10 +26,12 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
+from draftsmith.eval.clocks import Steadiness, spread_of_rounds, take_turn, worst
 from draftsmith.eval.decoder import graphs
 from draftsmith.eval.decoder.loop import Clock, Decoder
 from draftsmith.eval.decoder.text import end_token
 
+ASSUMED = Steadiness(0, 0.0)  # of costs that nobody measured
 WARM_UP = 2  # first rounds of a generation that are not counted
 
 
@@ -39,13 +41,15 @@ class Costs:
 
     step: t(1), one step of the baseline loop, its host part included. draft[k]: drafting k tokens
     and reading the features of those accepted. verify[w]: a target pass over w tokens, the root
-    included. host: accept rule and bookkeeping of a round.
+    included. host: accept rule and bookkeeping of a round. clock: whether they
+    are a measurement.
     """
 
     step: float
     draft: Mapping[int, float]
     verify: Mapping[int, float]
     host: float
+    clock: Steadiness = ASSUMED
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Costs:
@@ -53,7 +57,7 @@ class Costs:
         draft, verify = (
             {int(n): seconds for n, seconds in stored[part].items()} for part in ("draft", "verify")
         )
-        return cls(stored["step"], draft, verify, stored["host"])
+        return cls(stored["step"], draft, verify, stored["host"], Steadiness(**stored["clock"]))
 
     @property
     def ks(self) -> list[int]:
@@ -114,26 +118,32 @@ def measure(
     prompt: Sequence[int],
     sampler: Sampler,
     rounds: int = 12,
-    passes: int = 3,
+    passes: int = 4,
 ) -> Costs:
     """Costs of this pair on the target's device: `rounds` typical rounds of the real decoder.
 
     prompt: token ids, at batch 1. The baseline and every k take turns, `passes` times, so that a
-    machine that slows down meanwhile slows all of them.
+    machine that slows down meanwhile slows all of them. A turn's pace is its median round's.
     """
     decoders = {k: Decoder(target, drafter, Policy(k)) for k in ks} | {0: Decoder(target)}
-    seen: dict[int, list[Clock]] = {k: [] for k in decoders}
+    turns: dict[int, list[list[Clock]]] = {k: [] for k in decoders}
     share = -(-rounds // passes)
     for turn in range(passes):
         for k, decoder in decoders.items():
-            seen[k] += _rounds(decoder, prompt, sampler, share, turn)
-
+            turns[k].append(_rounds(decoder, prompt, sampler, share, turn))
+    seen = {k: [clock for turn in found for clock in turn] for k, found in turns.items()}
+    apart = {k: spread_of_rounds([_median(turn) for turn in found]) for k, found in turns.items()}
     return Costs(
         step=typical(seen[0], "total"),
         draft={k: typical(seen[k], "draft") for k in ks},
         verify={1: typical(seen[0], "verify")} | {k + 1: typical(seen[k], "verify") for k in ks},
         host=statistics.median(clock.host for k in ks for clock in seen[k]),
+        clock=worst(*(Steadiness(passes, apart[0], apart[k]) for k in ks)),
     )
+
+
+def _median(turn: Sequence[Clock]) -> list[Clock]:
+    return [sorted(turn, key=lambda clock: clock.total)[len(turn) // 2]]
 
 
 def typical(clocks: Sequence[Clock], part: str) -> float:
@@ -174,18 +184,11 @@ def _rounds(
     out: list[Clock] = []
     tries = 0
     while len(out) < count:
-        found: list[Clock] = []
-
-        def mark(new: int, found: list[Clock] = found) -> None:
-            found.append(decoder.clock)
-            decoder.clock = Clock()
-
-        decoder.clock = Clock()
         # Where rounds of two tokens turn out too long, as many as are enough at any acceptance.
         tokens = (count + skipped) * (decoder.policy.nodes if tries else 2) + 1
         tokens = min(tokens, decoder.target.max_positions - len(prompt))
         with end_token(decoder.target, None):
-            decoder.generate([prompt], sampler, tokens, rows=[tries], seed=seed, progress=mark)
+            found = take_turn(decoder, [prompt], sampler, tokens, rows=[tries], seed=seed).rounds
         out += found[skipped:]
         if tries and not found[skipped:]:
             raise UserError(
@@ -219,8 +222,10 @@ def verdict(costs: Costs, drafting: Drafting) -> str:
 
     Named are a drafter that would pay if it cost nothing, verify passes dearer than a step, a tau
     below the break-even, fewer tokens learned from than trained parameters, and held-out text so
-    short that the interval of tau holds the break-even.
+    short that the interval of tau holds the break-even. Costs of a busy machine allow no verdict.
     """
+    if costs.clock.busy:
+        return costs.clock.note
     tau = drafting.tau_by_k
     k = best_k(costs, tau)
     gain, even = speedup(costs, tau[k], k), break_even(costs, k)

@@ -17,8 +17,9 @@ from draftsmith.drafters.policy import Tree
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval import bench_table, synthetic
-from draftsmith.eval.bench import WARM_UP, Asked, Store, check_memory, device_of, grid
+from draftsmith.eval.bench import Asked, Store, check_memory, device_of, grid
 from draftsmith.eval.bench import run as measure
+from draftsmith.eval.clocks import WARM_UP
 from draftsmith.eval.provenance import provenance
 from draftsmith.recipes.commands import Bench
 from draftsmith.recipes.options import numbers

@@ -96,6 +96,7 @@ def _measured(run: Path, name: str) -> dict[str, Any]:
             found["speedup"] = {
                 label: {key: speed[key] for key in ("best_k", "predicted_speedup")}
                 for label, speed in report["speed"].items()
+                if not speed.get("clock", {}).get("busy")  # reports of old have no clock
             }
     return found
 

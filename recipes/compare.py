@@ -8,8 +8,8 @@ OUTPUT/compare.{json,md,html}
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from draftsmith.drafters.target import Target
 from draftsmith.eval import speed
 from draftsmith.eval.acceptance import expected_tau
 from draftsmith.eval.candidates import diagnose
+from draftsmith.eval.clocks import Steadiness, spread, worst
 from draftsmith.eval.evaluate import count_parameters, evaluate, read_texts
 from draftsmith.eval.provenance import provenance
 from draftsmith.eval.replay import replay, reported
@@ -108,6 +109,7 @@ def compare(
         line.count(made)
     out = {
         "notes": list(notes),
+        "baselines": {name: _baselines(found, name) for name in sets},
         "target": target.identity(),
         "k": settings.k,
         "prompts": len(prompts),
@@ -119,6 +121,16 @@ def compare(
     }
     compare_page.write(out, output)
     return out
+
+
+def _baselines(found: Mapping[str, Any], at: str) -> dict[str, Any]:
+    """The loop without drafting, timed beside each drafter: whether it was one and the same.
+
+    JSON of a Steadiness whose turns are drafters; of one drafter alone there is nothing to compare.
+    """
+    speeds = [d["at"][at]["decode"]["baseline_tokens_per_s"] for d in found.values()]
+    known = [(1 / tokens, 1.0) for tokens in speeds if tokens]
+    return Steadiness(len(known), spread(known) if len(known) > 1 else 0.0).report()
 
 
 def _entry(text: str) -> Entry:
@@ -185,18 +197,27 @@ def _at(
         target, drafter, prompts, held.sampler, Policy(best), settings.max_new_tokens,
         seed=settings.seed, progress=line.after_prompt,
     )  # fmt: skip
+    steady = worst(costs.clock, decoded.decode.clock)
     return {
         "replay": accepted,
         "diagnosis": diagnose(drafter, read, k, settings.seed),
         "best_k": best,
         "predicted_speedup": None if tau is None else speed.speedup(costs, tau, best),
         "break_even_tau": speed.break_even(costs, best),
-        "verdict": speed.verdict(costs, drafting),
+        "verdict": speed.verdict(replace(costs, clock=steady), drafting),
+        "clock": steady.report(),
         "costs_ms": costs.milliseconds(),
         "draft_share": costs.draft[best] / costs.round(best),
         "decode": {
             part: getattr(decoded.decode, part)
-            for part in ("tau", "tokens", "passes", "speedup", "tokens_per_s")
+            for part in (
+                "tau",
+                "tokens",
+                "passes",
+                "speedup",
+                "tokens_per_s",
+                "baseline_tokens_per_s",
+            )
         },
         "parity": decoded.parity and decoded.parity.report(),
     }

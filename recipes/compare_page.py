@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from draftsmith.eval import plots
+from draftsmith.eval import clocks, plots
 from draftsmith.eval import report as pages
 from draftsmith.eval.charts import Chart, span
 from draftsmith.eval.report import fixed
@@ -38,8 +38,21 @@ def samplers(report: Report) -> list[str]:
     return list(next(iter(report["drafters"].values()))["at"])
 
 
-def figures(found: Report, at: str) -> list[str]:
+def clock(report: Report, name: str, at: str) -> Report:
+    """Whether a drafter's speed is a measurement: its own clock's JSON, or where that was steady
+    the one of the baselines of all drafters."""
+    own = report["drafters"][name]["at"][at]["clock"]
+    return own if own["busy"] else own | {k: report["baselines"][at][k] for k in ("busy", "note")}
+
+
+def verdict(report: Report, name: str, at: str) -> str:
+    """Whether drafting pays, as far as the clock lets that be said."""
+    return clock(report, name, at)["note"] or report["drafters"][name]["at"][at]["verdict"]
+
+
+def figures(report: Report, name: str, at: str) -> list[str]:
     """A drafter's row under COLUMNS."""
+    found, told = report["drafters"][name], clock(report, name, at)
     here = found["at"][at]
     replay, k = here["replay"], here["best_k"]
     learned = found["tokens_learned"]
@@ -51,15 +64,16 @@ def figures(found: Report, at: str) -> list[str]:
         " ".join(fixed(a, 2) for a in replay["alpha"]),
         str(k),
         fixed(here["costs_ms"]["draft"][str(k)], 1),
-        fixed(here["break_even_tau"], 2),
-        fixed(here["predicted_speedup"], 2) + "x",
-        fixed(here["decode"]["speedup"], 2) + "x",
+        clocks.result(fixed(here["break_even_tau"], 2), told),
+        pages.times(here["predicted_speedup"], told),
+        pages.times(here["decode"]["speedup"], told),
         "holds" if here["parity"]["holds"] else "BROKEN",
     ]
 
 
-def diagnosis(found: Report, at: str) -> list[str]:
+def diagnosis(report: Report, name: str, at: str) -> list[str]:
     """A drafter's row under DIAGNOSIS; recall is that of depth 0."""
+    found = report["drafters"][name]
     here, curve = found["at"][at], found["curve"]
     recall, oracle = here["diagnosis"]["recall"], here["diagnosis"]["oracle_tau"]
     wanted = curve and curve["tokens_for_10_percent"]
@@ -77,8 +91,8 @@ def show(report: Report) -> None:
     for table in tables(report):
         Console().print(table)
     for at in samplers(report):
-        for name, found in ordered(report, at):
-            print(f"{name} at {at}: {found['at'][at]['verdict']}")
+        for name, _ in ordered(report, at):
+            print(f"{name} at {at}: {verdict(report, name, at)}")
 
 
 def broken(report: Report) -> list[str]:
@@ -96,9 +110,9 @@ def tables(report: Report) -> list[Table]:
     for at in samplers(report):
         title = f"Drafters for {report['target']['spec']}, {at}, k = {report['k']}"
         columns = [COLUMNS[i] for i in NARROW]
-        rows = [(name, figures(found, at)) for name, found in ordered(report, at)]
+        rows = [(name, figures(report, name, at)) for name, _ in ordered(report, at)]
         out.append(_table(title, columns, [(n, [row[i] for i in NARROW]) for n, row in rows]))
-        rows = [(name, diagnosis(found, at)) for name, found in ordered(report, at)]
+        rows = [(name, diagnosis(report, name, at)) for name, _ in ordered(report, at)]
         out.append(_table(f"Candidates or choice? {at}", DIAGNOSIS, rows))
     return out
 
@@ -132,10 +146,10 @@ def markdown(report: Report) -> str:
             lines += [title, ""] if title else [f"## {at}", ""]
             lines += ["| " + " | ".join(["drafter", *columns]) + " |"]
             lines += ["| --- |" + " ---: |" * len(columns)]
-            for name, found in ordered(report, at):
-                lines.append("| " + " | ".join([name, *row(found, at)]) + " |")
+            for name, _ in ordered(report, at):
+                lines.append("| " + " | ".join([name, *row(report, name, at)]) + " |")
             lines.append("")
-        lines += [f"- {name}: {found['at'][at]['verdict']}" for name, found in ordered(report, at)]
+        lines += [f"- {name}: {verdict(report, name, at)}" for name, _ in ordered(report, at)]
         lines.append("")
     return "\n".join(lines)
 
@@ -154,7 +168,8 @@ def about(report: Report) -> str:
         f"Replay of {report['prompts']} held-out answers of the target, at most "
         f"{report['max_new_tokens']} tokens each, k = {report['k']} (a family's longest, where "
         f"that is less). Speed: medians of rounds of the real decoder at batch 1, predicted and "
-        f"measured on the first {report['decoded_prompts']} prompts at the best k. "
+        f"measured on the first {report['decoded_prompts']} prompts at the best k, each by the "
+        "drafter and then without it; busy: the machine was, and it is not a measurement. "
         f"{report['timed_in']}"
     )
 
@@ -167,8 +182,8 @@ def page(report: Report) -> str:
     shown = report | {
         "rows": {
             at: [
-                (name, figures(found, at), diagnosis(found, at), found["at"][at]["verdict"])
-                for name, found in items
+                (name, *(make(report, name, at) for make in (figures, diagnosis, verdict)))
+                for name, _ in items
             ]
             for at, items in rows.items()
         },
@@ -208,6 +223,8 @@ def rounds(report: Report, at: str) -> str:
         parts = {"draft": costs["draft"][str(k)], "verify": costs["verify"][str(k + 1)]}
         parts |= {"host": costs["host"]}
         rows.append((name, parts, costs["round"][str(k)]))
-    step = ordered(report, at)[0][1]["at"][at]["costs_ms"]["step"]
+    first, found = ordered(report, at)[0]
+    step = found["at"][at]["costs_ms"]["step"]
     rows.append(("no drafts", {"step": step}, step))
-    return plots.stacks(f"a round's time, {at}", rows)
+    told = [clock(report, name, at) for name in [*(name for name, *_ in rows[:-1]), first]]
+    return plots.stacks(f"a round's time, {at}", rows, told)

@@ -224,6 +224,7 @@ def _decoded(
         "prompts": len(prompts),
         "k": k,
         "seed": settings.seed,
+        "timed": "in turns",
     }
     return once(place.parent / FOLDER / f"decode-{slug(name)}.json", key, make)[0]
 

@@ -74,8 +74,8 @@ def test_report(whole: Path) -> None:
         assert found["drafters"][name]["tokens_learned"] == best["tokens"] > 0
     page = (whole / "compare.md").read_text()
     assert demo in page
-    for name, drafter in found["drafters"].items():
-        assert f"| {name} | {' | '.join(pages.figures(drafter, AT))} |" in page
+    for name in found["drafters"]:
+        assert f"| {name} | {' | '.join(pages.figures(found, name, AT))} |" in page
     assert not any((whole / f"{name}.json").exists() for name in NAMES)
 
 
@@ -90,8 +90,8 @@ def check_numbers(found: dict[str, Any]) -> None:
     words = " ".join(Visible(pages.page(found)).words)
     assert len(NUMBER.findall(words)) > 80
     assert strangers(words, told(found)) == []
-    for drafter in found["drafters"].values():
-        assert all(cell in words for cell in pages.figures(drafter, AT))
+    for name in found["drafters"]:
+        assert all(cell in words for cell in pages.figures(found, name, AT))
 
 
 def test_every_number_is_in_the_json(whole: Path) -> None:
@@ -171,8 +171,9 @@ def test_again_decodes_only(
         assert f"stage {number} of {len(STAGES)}: {STAGES[number - 1]}" in said
     assert said.count("is finished") == 2 and "prompts decoded" in said
     assert "eagle" in out and "break-even" in out and before["notes"][0] in out
-    for drafter in report(whole)["drafters"].values():
-        cells = pages.figures(drafter, AT)
+    found = report(whole)
+    for name in found["drafters"]:
+        cells = pages.figures(found, name, AT)
         assert all(cells[i] in out for i in pages.NARROW), "a figure is cut"
 
 

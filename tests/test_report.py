@@ -26,6 +26,7 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval import acceptance, plots
 from draftsmith.eval import report as pages
+from draftsmith.eval.clocks import Steadiness
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.evaluate import evaluate
 from draftsmith.eval.replay import Table, moments, summarise, tables
@@ -263,6 +264,27 @@ def test_the_page_stands_alone(run: Path, report: dict[str, Any]) -> None:
     for label in ("T=0", "T=1"):
         sentences = report["speed"][label]["verdict"].split(". ", 1)
         assert all(sentence in page for sentence in sentences)
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_busy_machine_is_no_result(report: dict[str, Any], busy: bool) -> None:
+    """Figures, verdict and marks of a speed that was no measurement, on both pages."""
+    found = json.loads(json.dumps(report))
+    clock = Steadiness(6, 0.4 if busy else 0.02).report()
+    for label in ("T=0", "T=1"):
+        found["decode"][label]["decode"] |= {"clock": clock, "speedup": 1.37}
+        found["speed"][label] |= {"clock": clock, "verdict": clock["note"] or "It pays: 1.29x."}
+        for row in found["by_k"][label].values():
+            row["predicted_speedup"] = 1.29
+    for template in ("report.html.j2", "report.md.j2"):
+        page = pages.page(found, template)
+        words = " ".join(Visible(page).words) if "html" in template else page
+        assert ("Machine busy: not a measurement" in words) == busy
+        unmarked = re.sub(r"1\.\d\dx \w+ \(machine busy\)", "", words)  # told by grey marks
+        assert ("1.37x" in unmarked) == ("1.29x" in unmarked) == (not busy)
+        assert ("It pays" in words) == (not busy)
+    assert (" grey" in plots.speedup_by_k(found)) == busy
+    check_numbers(found)
 
 
 def test_target_text_is_no_markup(report: dict[str, Any]) -> None:

@@ -62,7 +62,7 @@ class Eagle(ReducedVocab[OneLayerState], OneLayer):
                 "the layers to tap"
             )
         taps: list[Tap] = list(config.taps or [2, layers // 2, layers - 3])
-        target.check_taps(taps)
+        widths = [target.width(tap) for tap in taps]
         if len(set(taps)) != len(taps):
             raise UserError(f"taps: {taps} names a layer twice")
         block = BlockConfig.fitting(config.block, target)
@@ -75,10 +75,10 @@ class Eagle(ReducedVocab[OneLayerState], OneLayer):
         super().__init__(target, config)
         self.taps = taps
         H, eps = block.hidden_size, block.rms_norm_eps
-        self.input_norm = RMSNorm(len(taps) * H, eps) if config.norm_before_fc else None
-        norms = [RMSNorm(H, eps) for _ in taps] if config.fc_norm else []
+        self.input_norm = RMSNorm(sum(widths), eps) if config.norm_before_fc else None
+        norms = [RMSNorm(width, eps) for width in widths] if config.fc_norm else []
         self.fc_norm = nn.ModuleList(norms)
-        self.fc = nn.Linear(len(taps) * H, H, bias=False)
+        self.fc = nn.Linear(sum(widths), H, bias=False)
         self.input_layernorm = RMSNorm(H, eps)
         self.hidden_norm = RMSNorm(H, eps)
         self.self_attn = SelfAttention(block, 2 * H)
@@ -109,7 +109,7 @@ class Eagle(ReducedVocab[OneLayerState], OneLayer):
         parts = [features[str(tap)].to(self.fc.weight.dtype) for tap in self.taps]
         if self.input_norm is not None:
             whole = self.input_norm(torch.cat(parts, dim=-1))
-            parts = list(whole.chunk(len(parts), dim=-1))
+            parts = list(whole.split([part.shape[-1] for part in parts], dim=-1))
         if self.config.fc_norm:
             parts = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
         return self.fc(torch.cat(parts, dim=-1))  # (B, T, H)

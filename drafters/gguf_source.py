@@ -176,18 +176,13 @@ def _convert(spec: str, file: Path, out: Path, fields: dict[str, int], body: boo
         how["quantization_config"] = quantization_config.GgufConfig(dequantize=True)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
-        if body:
-            model = AutoModelForCausalLM.from_pretrained(
-                str(file.parent), gguf_file=file.name, **how
-            )
-        else:
-            config = AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
-            ends = _without_layers(file, out / "ends.gguf")
-            model = AutoModelForCausalLM.from_pretrained(
-                str(out), gguf_file=ends.name, config=cut(config, []), **how
-            )
+        read, config = file, AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
+        if not body:
+            read, how["config"] = _without_layers(file, out / "shell.gguf"), cut(config, [])
+        model = AutoModelForCausalLM.from_pretrained(str(read.parent), gguf_file=read.name, **how)
+        if not body:
             model.config = config
-            ends.unlink()
+            read.unlink()
     except LOAD_ERRORS as error:
         text = f"transformers cannot load {file.name} ({reason(error)})"
         raise model_error(spec, f"{text}; use the model's safetensors folder or hub id") from error

@@ -81,7 +81,7 @@ class Heads(ReducedVocab[HeadsState]):
         super().__init__(target, config.model_copy(update={"draft_vocab": size}))
         self.taps = ["normed"]
         self.longest = config.heads
-        H = target.hidden_size
+        H = target.width("normed")
         self.blocks = nn.ModuleList(
             nn.Sequential(self._first_block(j, H), *map(ResidualBlock, [H] * (config.layers - 1)))
             for j in range(config.heads)
@@ -140,7 +140,7 @@ class Heads(ReducedVocab[HeadsState]):
 
     def start(self, rows: int, capacity: int) -> HeadsState:
         weight = next(self.parameters())
-        g = weight.new_zeros(rows, self.target.hidden_size)
+        g = weight.new_zeros(rows, self.target.width("normed"))
         return HeadsState(g, torch.zeros(rows, dtype=torch.long, device=weight.device))
 
     def extend(

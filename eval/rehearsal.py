@@ -17,8 +17,8 @@ from draftsmith.drafters.base import Drafter, Guesses, Policy, Proposal
 from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.grow import from_states, grow
 from draftsmith.drafters.sampling import Noise, Sampler
+from draftsmith.drafters.shell import Shell
 from draftsmith.drafters.state import DrafterState
-from draftsmith.drafters.target import Target
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Rehearsed(Drafter[RehearsedState]):
     trees = True
     capturable = False
 
-    def __init__(self, target: Target, texts: Mapping[int, Sequence[int]]) -> None:
+    def __init__(self, target: Shell, texts: Mapping[int, Sequence[int]]) -> None:
         super().__init__(target, None)
         self.texts = texts
 

@@ -13,7 +13,7 @@ import yaml
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError, cannot_write
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.shell import Shell
 from draftsmith.train import checkpoint
 from draftsmith.train.prompts import Prompt, product_prompts
 from draftsmith.train.recipe import Recipe, parse
@@ -28,7 +28,7 @@ def take_prompts(spec: str | None, limit: int) -> list[Prompt]:
     return spread(read_suite(spec) if spec else product_prompts("heldout"), limit)
 
 
-def check_room(longest: int, max_new_tokens: int, target: Target) -> None:
+def check_room(longest: int, max_new_tokens: int, target: Shell) -> None:
     """Raises UserError unless an answer fits behind a prompt of `longest` tokens."""
     if longest + max_new_tokens > target.max_positions:
         raise UserError(
@@ -37,7 +37,7 @@ def check_room(longest: int, max_new_tokens: int, target: Target) -> None:
         )
 
 
-def ngram(target: Target) -> Drafter:
+def ngram(target: Shell) -> Drafter:
     """The drafter without weights, at its defaults."""
     family = base.family("ngram")
     return family.create(target, family.Config())

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.shell import Shell
 from draftsmith.train.prompts import Messages, Prompt, Unusable
 from draftsmith.train.sources import Skips
 from draftsmith.train.template import (
@@ -30,7 +30,7 @@ Masked = tuple[list[int], list[bool]]  # token ids, and whether each is learned 
 
 
 def given_rows(
-    prompts: Sequence[Prompt], target: Target, tell: Callable[[str], None]
+    prompts: Sequence[Prompt], target: Shell, tell: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
     """Rows (ids, made, finish, domain, key) of whole conversations.
 
@@ -58,7 +58,7 @@ def given_rows(
         tell(f"{len(skipped)} of {len(prompts)} conversations cannot be masked: {skipped}")
 
 
-def masked(prompt: Prompt, target: Target) -> list[Masked]:
+def masked(prompt: Prompt, target: Shell) -> list[Masked]:
     """A conversation's rows. Raises Unusable where its mask is not certain."""
     messages = prompt.messages or ()
     first = next(i for i, m in enumerate(messages) if m["role"] == "user")
@@ -78,7 +78,7 @@ def has_tags(tokenizer: Any) -> bool:
     return bool(re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)))
 
 
-def _tagged(prompt: Prompt, target: Target, answers: list[dict[str, Any]]) -> Masked:
+def _tagged(prompt: Prompt, target: Shell, answers: list[dict[str, Any]]) -> Masked:
     """By the template's tags; every stretch they mark must be the answer that stands there."""
     out = target.tokenizer.apply_chat_template(
         [dict(m) for m in prompt.messages or ()],
@@ -103,7 +103,7 @@ def _tagged(prompt: Prompt, target: Target, answers: list[dict[str, Any]]) -> Ma
 
 
 def _by_prefix(
-    prompt: Prompt, target: Target, messages: Messages, answers: list[int]
+    prompt: Prompt, target: Shell, messages: Messages, answers: list[int]
 ) -> list[Masked]:
     whole = encoded(target, rendered(target, prompt, messages, ask=False))
     one = [False] * len(whole)
@@ -126,7 +126,7 @@ def _by_prefix(
     return [(whole[:stop], one[:stop])] if together else rows
 
 
-def _same(target: Target, tokens: list[int], message: dict[str, Any]) -> None:
+def _same(target: Shell, tokens: list[int], message: dict[str, Any]) -> None:
     """Raises Unusable unless the tokens read as the message's answer, and nothing more.
 
     Templates may trim it. Calls and reasoning stand around it in the template's own words.

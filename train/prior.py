@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.shell import Shell
 from draftsmith.train.packing import collate
 from draftsmith.train.samples import Samples
 from draftsmith.train.states import States
@@ -23,7 +23,7 @@ _ROWS = 256  # positions whose logits are alive at a time
 
 
 def token_counts(
-    target: Target, states: States, samples: Samples, indices: Sequence[int], wanted: int | None
+    target: Shell, states: States, samples: Samples, indices: Sequence[int], wanted: int | None
 ) -> Tensor:
     """(V,): how often each token stands in the answers; below 1, what the prior adds.
 
@@ -37,7 +37,7 @@ def token_counts(
 
 
 @torch.no_grad()
-def unigram(target: Target, states: States, samples: Samples, indices: Sequence[int]) -> Tensor:
+def unigram(target: Shell, states: States, samples: Samples, indices: Sequence[int]) -> Tensor:
     """(V,): the target's law at temperature 1, averaged over the positions it made; sums to 1."""
     total = torch.zeros(target.vocab_size, device=target.device)
     count = 0

@@ -9,11 +9,11 @@ from torch import Tensor
 from draftsmith.drafters import foreign
 from draftsmith.drafters.base import Drafter, family
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.shell import Shell
 from draftsmith.train.recipe import Recipe
 
 
-def fresh(recipe: Recipe, target: Target, counts: Tensor) -> Drafter:
+def fresh(recipe: Recipe, target: Shell, counts: Tensor) -> Drafter:
     """A new drafter, or the one stored in the recipe's `start`: ours, or one that another toolkit
     published or a server loads (`foreign.read`), whose draft vocabulary is kept. Its weights are
     fp32 whatever the target's dtype: in bf16 most updates would be rounded away.

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.shell import Shell
 
 
 class Round(NamedTuple):
@@ -31,7 +31,7 @@ class Text:
 class Cutter:
     """Appends tokens to a text until it ends. The token that ends a text is its last."""
 
-    def __init__(self, target: Target, max_new_tokens: int, stop: Sequence[str] = ()) -> None:
+    def __init__(self, target: Shell, max_new_tokens: int, stop: Sequence[str] = ()) -> None:
         self.eos = set(target.eos_ids)
         self.limit = max_new_tokens
         self.stop = [s for s in stop if s]
@@ -60,13 +60,13 @@ class Cutter:
         return any(written.count(s) > before.count(s) for s in self.stop)
 
 
-def ends(target: Target, eos: int | None) -> list[int]:
+def ends(target: Shell, eos: int | None) -> list[int]:
     """End tokens: eos, or for None one that never comes."""
     return [target.vocab_size if eos is None else eos]
 
 
 @contextmanager
-def end_token(target: Target, eos: int | None) -> Iterator[None]:
+def end_token(target: Shell, eos: int | None) -> Iterator[None]:
     """Another token ends a text for a while."""
     config = target.hf.generation_config
     before, config.eos_token_id = config.eos_token_id, ends(target, eos)

@@ -11,16 +11,27 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import tiny
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
 from draftsmith.eval.decoder.loop import Decoder
+from draftsmith.train import endpoint, served
 from draftsmith.train.endpoint import Endpoint
 from draftsmith.train.prompts import Prompt, asked
 from draftsmith.train.samples import Samples, generate
 
 NEW, COUNT = 12, 14
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def hasten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short waits, and parts of three conversations."""
+    monkeypatch.setattr(endpoint, "FIRST_WAIT", 0.001)
+    monkeypatch.setattr(endpoint, "LONGEST_WAIT", 0.01)
+    monkeypatch.setattr(endpoint, "PROBE_TIMEOUT", 2.0)
+    monkeypatch.setattr(served, "PART", 3)
 
 
 def questions() -> list[Prompt]:

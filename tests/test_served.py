@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import answering
 import tiny
 from answering import COUNT, NEW, Failure, Fake, Fault, questions, rows, sampled, serving
 from draftsmith.drafters.errors import UserError
@@ -27,10 +28,7 @@ from draftsmith.train.samples import Samples, generate
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short waits, and parts of three conversations."""
-    monkeypatch.setattr(endpoint, "FIRST_WAIT", 0.001)
-    monkeypatch.setattr(endpoint, "LONGEST_WAIT", 0.01)
-    monkeypatch.setattr(endpoint, "PROBE_TIMEOUT", 2.0)
-    monkeypatch.setattr(served, "PART", 3)
+    answering.hasten(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+import answering
 import tiny
 from answering import COUNT, Failure, Fake, rows, sampled, serving
 from draftsmith.drafters.errors import UserError
@@ -29,6 +30,12 @@ from draftsmith.train.endpoint import Endpoint
 from draftsmith.train.parts import Parts
 from draftsmith.train.prompts import Prompt, asked
 from draftsmith.train.samples import generate
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short waits, and parts of three conversations."""
+    answering.hasten(monkeypatch)
 
 
 @pytest.fixture(scope="module")

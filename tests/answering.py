@@ -114,7 +114,7 @@ def serving(fake: Fake, port: int = 0) -> Iterator[str]:
                 self.wfile.write(content)
 
         def do_GET(self) -> None:
-            owner = {"vllm": "vllm", "llama-server": "llamacpp"}.get(fake.kind, "me")
+            owner = {"vllm": "vllm", "llama.cpp": "llamacpp"}.get(fake.kind, "me")
             self.send(200, {"data": [{"id": fake.model, "owned_by": owner}]})
 
         def do_POST(self) -> None:

@@ -52,7 +52,7 @@ def whole(of: Target, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[An
     return rows(samples)
 
 
-@pytest.mark.parametrize("kind", ["llama-server", "other"])
+@pytest.mark.parametrize("kind", ["llama.cpp", "other"])
 def test_kinds_of_servers(
     of: Target, tmp_path: Path, whole: list[tuple[Any, ...]], kind: str
 ) -> None:
@@ -63,10 +63,28 @@ def test_kinds_of_servers(
     assert rows(samples) == whole
     body = fake.bodies[-1]
     assert body["top_k"] == -1 and body["min_p"] == 0.0 and body["presence_penalty"] == 0.0
-    name = "repeat_penalty" if kind == "llama-server" else "repetition_penalty"
+    name = "repeat_penalty" if kind == "llama.cpp" else "repetition_penalty"
     assert body[name] == 1.0
-    if kind == "llama-server":
+    if kind == "llama.cpp":
         assert body["samplers"] == ["temperature", "top_k", "top_p"]
+    assert samples.manifest["server"] == {"kind": kind, "model": "tiny"}
+
+
+def test_samples_of_a_server_by_its_old_name(
+    of: Target, tmp_path: Path, whole: list[tuple[Any, ...]]
+) -> None:
+    """llama.cpp was llama-server in manifests; another kind of server is still refused."""
+    fake, file = Fake(of, "llama.cpp"), tmp_path / "s" / "manifest.json"
+    with serving(fake) as url:
+        sampled(tmp_path / "s", of, url)
+        before, asked = file.read_text(), len(fake.bodies)
+        file.write_text(before.replace('"llama.cpp"', '"llama-server"'))
+        assert file.read_text() != before
+        assert rows(sampled(tmp_path / "s", of, url)) == whole
+        assert len(fake.bodies) == asked + 1, "complete: nothing is asked but the probe"
+        file.write_text(before.replace('"llama.cpp"', '"sglang"'))
+        with pytest.raises(UserError, match="server's kind: sglang then, llama.cpp now"):
+            sampled(tmp_path / "s", of, url)
 
 
 def test_one_endpoint_for_several_runs(

@@ -293,7 +293,7 @@ def test_llama_server(tmp_path: Path) -> None:
     prompts = [Prompt(p.messages, None, "d", (follow,)) for p in prompts]
     with running([str(program), "-m", str(model), "-c", "1024", "-np", "2", "-t", "1"]) as url:
         server = Endpoint.connect(url, of, concurrency=2)
-        assert server.kind == "llama-server" and server.ids
+        assert server.kind == "llama.cpp" and server.ids
         samples = generate(of, prompts, Sampler(), 80, tmp_path / "s", server=server)
         whole = generate(
             of, prompts[:1], Sampler(0.0, 5), 8, tmp_path / "t", server=server, foreign=True

@@ -184,6 +184,8 @@ def test_counters_are_those_of_one_answer(fake: tuple[Fake, str]) -> None:
     [
         ({"status": 429}, r"/v1/completions says 429 \({\"error\": \"no room\"}\)"),
         ({"status": 500}, "says 500"),
+        ({"status": 401}, r"says 401 \(.*\); set DRAFTSMITH_API_KEY to its key"),
+        ({"version": 7}, r"/version gives no answer \(a page that is no JSON object: '7'\)"),
         ({"ids": False}, "no token ids in its answer where 8 were asked for; vllm 0.32.0 is"),
         ({"others": 5}, "counted 13 tokens for an answer of 8; let nobody else use it"),
         ({"renamed": True}, "no vllm:generation_tokens_total: .* names them otherwise"),

@@ -1,6 +1,6 @@
 """An OpenAI-compatible server that answers: prompts go in as token ids, token ids come back.
 
-vLLM returns the ids it drew (`return_token_ids`), llama-server does by its own /completion route
+vLLM returns the ids it drew (`return_token_ids`), llama.cpp does by its own /completion route
 (`return_tokens`); both take the prompt as ids. Of any other server an answer's text is encoded
 again: it is kept only if that gives as many tokens as the server counted, and reads as the same
 text; the rest is given up, and counted.
@@ -9,7 +9,7 @@ A night's work meets a server that restarts, is busy, or dies. While it answers 
 waits, and none is lost; after PATIENCE the command ends. A prompt is given up only where the server
 fails at it and answers others.
 
-llama-server's quantised kernels round activations too: at T=0 its tokens are not always the argmax
+llama.cpp's quantised kernels round activations too: at T=0 its tokens are not always the argmax
 of the same weights read here, the audit refuses them, and --foreign takes them.
 """
 
@@ -27,8 +27,8 @@ from typing import Any
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import Target
+from draftsmith.eval.servers.http import Away, Failed, Refused, fetch
 from draftsmith.train.prompts import Unusable
-from draftsmith.train.request import Away, Failed, Refused, fetch
 
 ANSWER_TIMEOUT = 900.0  # seconds: an answer that takes longer is asked for again
 PROBE_TIMEOUT = 20.0
@@ -39,7 +39,7 @@ TRIES = 8  # of a request that the server fails at while it answers others: abou
 SLOW_TRIES = 2  # of one that takes ANSWER_TIMEOUT
 # Cuts and penalties that a server may apply by default, switched off by name.
 NEUTRAL = {"min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-# How servers refuse a prompt for its length (llama-server, vLLM, SGLang, OpenAI).
+# How servers refuse a prompt for its length (llama.cpp, vLLM, SGLang, OpenAI).
 _LONG = re.compile(r"context[ _](length|size|window)|model length|longer than|too long", re.I)
 
 
@@ -47,7 +47,7 @@ _LONG = re.compile(r"context[ _](length|size|window)|model length|longer than|to
 class Endpoint:
     """A server's address and what it can do.
 
-    kind: "llama-server", "vllm", "sglang" or "other"; model: the name it serves the target by; ids:
+    kind: "llama.cpp", "vllm", "sglang" or "other"; model: the name it serves the target by; ids:
     whether it returns token ids; concurrency: requests at a time.
     """
 
@@ -188,7 +188,7 @@ class Endpoint:
             "seed": seed,
             **NEUTRAL,
         }
-        if self.kind == "llama-server":
+        if self.kind == "llama.cpp":
             path = "/completion"
             # Its own order puts the temperature last, where top-p has cut another law.
             body |= {"n_predict": tokens, "repeat_penalty": 1.0, "return_tokens": True}
@@ -201,7 +201,7 @@ class Endpoint:
     def _read(self, reply: dict[str, Any], max_new_tokens: int) -> tuple[list[int], str]:
         """Ids and finish of a reply. Raises Unusable where they cannot be trusted."""
         ids, finish = self._drawn(reply), self._finish(reply)
-        if self.kind == "llama-server" and reply.get("truncated"):
+        if self.kind == "llama.cpp" and reply.get("truncated"):
             raise Unusable("longer than the server's context")
         if ids is None:
             ids = self._encoded_again(reply, finish)
@@ -220,14 +220,14 @@ class Endpoint:
 
     def _finish(self, reply: dict[str, Any]) -> str:
         """Why a reply ends, in OpenAI's words."""
-        if self.kind == "llama-server":
+        if self.kind == "llama.cpp":
             why = reply["stop_type"]
             return {"eos": "stop", "limit": "length"}.get(why, why)
         return reply["choices"][0]["finish_reason"]
 
     def _drawn(self, reply: dict[str, Any]) -> list[int] | None:
         """The token ids that the server says it drew; None where it tells text only."""
-        if self.kind == "llama-server":
+        if self.kind == "llama.cpp":
             ids = reply.get("tokens")
         else:
             ids = reply["choices"][0].get("token_ids")
@@ -276,5 +276,5 @@ def identify(url: str, model: str | None = None) -> tuple[str, str, str]:
         has = ", ".join(names) or "none"
         what = f"no model {model}" if model else f"{len(names)} models"
         raise UserError(f"server {url}: serves {what} (it has {has}); name one by --model")
-    kinds = {"llamacpp": "llama-server", "vllm": "vllm", "sglang": "sglang"}
+    kinds = {"llamacpp": "llama.cpp", "vllm": "vllm", "sglang": "sglang"}
     return url, model or names[0], kinds.get(owner, "other")

@@ -55,7 +55,8 @@ def same_settings(folder: Path, stored: dict[str, Any], now: dict[str, Any]) -> 
 def _settings(manifest: dict[str, Any]) -> dict[str, Any]:
     """What decides the answers."""
     out = {f"target {k}": v for k, v in manifest["target"].items() if k != "spec"}
-    out |= {f"server's {k}": v for k, v in (manifest.get("server") or {}).items()}
+    old = {"llama-server": "llama.cpp"}  # a name in samples from before
+    out |= {f"server's {k}": old.get(v, v) for k, v in (manifest.get("server") or {}).items()}
     own = ("origin", "foreign", "dtype", "seed", "max_new_tokens", "prompts", "stop")
     return out | manifest["sampler"] | {name: manifest.get(name) for name in own}
 

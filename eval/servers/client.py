@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.export.server import Draft, Server
 from draftsmith.drafters.source import Source
+from draftsmith.eval.servers import http
 from draftsmith.eval.servers.counters import Counters, parse
 from draftsmith.eval.servers.process import Child
 
+T = TypeVar("T")
 ANSWER = 600.0  # seconds that one answer may take
 SETTLE = 20.0  # seconds until the counters must show an answer that we hold
 
@@ -31,10 +29,10 @@ class Kind:
     None, length of prompt and answer, port); environment(program) is added to ours. patched():
     whether the one set up here has the fix of tests/servers.sh, None where there is none.
     prefix, tokens: see `counters.parse`. version(json of about): its version, None where the reply
-    is another server's. body(prompt, tokens, temperature, seed): the request; ids(reply): the
-    answer's token ids. shortens: it drafts less where fewer tokens are left, instead of throwing
-    away what exceeds the limit. exact: the flags without which its counts differ from replay's for
-    reasons of rounding or of other requests.
+    is another server's. limit: its word for the answer's length; asks: what a request holds beside
+    what all have; ids(reply): the answer's token ids. shortens: it drafts less where fewer tokens
+    are left, instead of throwing away what exceeds the limit. exact: the flags without which its
+    counts differ from replay's for reasons of rounding or of other requests.
     """
 
     server: Server
@@ -46,7 +44,8 @@ class Kind:
     prefix: str
     tokens: str
     path: str
-    body: Callable[[Sequence[int], int, float, int], dict[str, Any]]
+    limit: str
+    asks: dict[str, Any]
     ids: Callable[[dict[str, Any]], list[int] | None]
     shortens: bool
     exact: str
@@ -96,7 +95,9 @@ class Running:
         """
         before = self.counters(speculates)
         began = time.perf_counter()
-        reply = self._json(self.kind.path, self.kind.body(prompt, tokens, temperature, seed))
+        body = {"prompt": list(prompt), self.kind.limit: tokens, "temperature": temperature}
+        body |= {"seed": seed, "ignore_eos": True, "top_p": 1.0, "min_p": 0.0, **self.kind.asks}
+        reply = self._json(self.kind.path, body)
         seconds = time.perf_counter() - began
         try:
             ids = self.kind.ids(reply)
@@ -122,35 +123,23 @@ class Running:
         return Answer(list(prompt), ids, seconds, counted)
 
     def counters(self, speculates: bool = True) -> Counters:
-        page = self._get("/metrics")
-        return parse(page, self.kind.prefix, self.kind.tokens, speculates, f"server {self}")
+        text = self._answered(http.page, "/metrics")
+        return parse(text, self.kind.prefix, self.kind.tokens, speculates, f"server {self}")
 
     def _json(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        page = self._get(path, body)
-        try:
-            reply = json.loads(page)
-        except json.JSONDecodeError:
-            reply = None
-        if not isinstance(reply, dict):
-            raise UserError(f"server {self.url}: {path} is no JSON object; is it {self.kind.name}?")
-        return reply
+        return self._answered(http.fetch, path, body)
 
-    def _get(self, path: str, body: dict[str, Any] | None = None) -> str:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            self.url + path, data, {"Content-Type": "application/json"}
-        )
+    def _answered(self, get: Callable[..., T], path: str, body: dict[str, Any] | None = None) -> T:
         try:
-            with urllib.request.urlopen(request, timeout=ANSWER) as reply:
-                return reply.read().decode("utf-8", "replace")
-        except urllib.error.HTTPError as error:
-            said = " ".join(error.read().decode("utf-8", "replace").split())[:300]
-            raise UserError(f"server {self.url}: {path} says {error.code} ({said})") from None
-        except (OSError, HTTPException, ValueError) as error:  # no server, time-outs, a reply cut
+            return get(self.url + path, body, ANSWER)
+        except http.Fault as error:
+            if error.status is not None:
+                raise UserError(
+                    f"server {self.url}: {path} says {error.status} ({error.said}); {error.hint}"
+                ) from None
             if self.child is not None:
                 time.sleep(1)  # a dying process is not gone at once
                 self.child.check()
-            reason = getattr(error, "reason", error)
             raise UserError(
-                f"server {self.url}: {path} gives no answer ({reason}); start it, or check the URL"
+                f"server {self.url}: {path} gives no answer ({error}); start it, or check the URL"
             ) from None

@@ -8,9 +8,7 @@ bans the end tokens from the target's law. Counters per position came after buil
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.export import llama_cpp
@@ -41,21 +39,6 @@ def command(
     return llama_cpp.words(str(tools.target_gguf(target)), draft, length, str(program), flags)
 
 
-def _body(prompt: Sequence[int], tokens: int, temperature: float, seed: int) -> dict[str, Any]:
-    return {
-        "prompt": list(prompt),
-        "n_predict": tokens,
-        "temperature": temperature,
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "seed": seed,
-        "ignore_eos": True,
-        "cache_prompt": False,
-        "return_tokens": True,
-    }
-
-
 LLAMA_CPP = Kind(
     server=llama_cpp.SERVER,
     program=tools.llama_server,
@@ -66,7 +49,8 @@ LLAMA_CPP = Kind(
     prefix="llamacpp:",
     tokens="tokens_predicted_total",
     path="/completion",
-    body=_body,
+    limit="n_predict",
+    asks={"top_k": 0, "cache_prompt": False, "return_tokens": True},
     ids=lambda reply: reply["tokens"],
     shortens=True,
     exact=" ".join(["-np", "1", *FP32, *DRAFT_FP32, "--spec-draft-p-min", "0"]),

@@ -13,15 +13,14 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 from draftsmith.drafters.errors import UserError
+from draftsmith.eval.servers import http
 
 LOG_LINES = 6  # how many of a dead server's last words an error repeats
 START = 600.0  # seconds that a server may take to load
@@ -100,12 +99,10 @@ def _wait(child: Child, url: str, timeout: float) -> None:
     while time.monotonic() < until:
         child.check()
         try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5) as reply:
-                if reply.status == 200:
-                    return
-        except (OSError, HTTPException):  # not listening yet, or still loading (503)
-            pass
-        time.sleep(0.2)
+            http.page(f"{url}/health", None, timeout=5)
+            return
+        except http.Fault:  # not listening yet, or still loading (503)
+            time.sleep(0.2)
     raise UserError(
         f"server {child.command[0]}: not healthy after {timeout:.0f} s; its last words: "
         f"{child.last_words()}"

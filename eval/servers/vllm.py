@@ -8,9 +8,7 @@ or where the speculation says so drawn from q at the request's temperature, judg
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from draftsmith.drafters.export import vllm
 from draftsmith.drafters.export.server import Draft
@@ -42,22 +40,6 @@ def command(
     return vllm.words(target.path, draft, length, str(program), flags)
 
 
-def _body(prompt: Sequence[int], tokens: int, temperature: float, seed: int) -> dict[str, Any]:
-    return {
-        "prompt": list(prompt),
-        "max_tokens": tokens,
-        "temperature": temperature,
-        "top_p": 1.0,
-        "top_k": -1,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "seed": seed,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "add_special_tokens": False,
-    }
-
-
 VLLM = Kind(
     server=vllm.SERVER,
     program=tools.vllm_python,
@@ -68,9 +50,13 @@ VLLM = Kind(
     prefix="vllm:",
     tokens="generation_tokens_total",
     path="/v1/completions",
-    body=_body,
+    limit="max_tokens",
+    asks={
+        "top_k": -1, "repetition_penalty": 1.0, "return_token_ids": True,
+        "add_special_tokens": False,
+    },
     ids=lambda reply: reply["choices"][0]["token_ids"],
     shortens=False,
     exact=" ".join([*EXACT, "--generation-config", "vllm"]),
     patched=tools.vllm_patched,
-)
+)  # fmt: skip

@@ -129,11 +129,9 @@ def swapped(first: str, second: str, patch: pytest.MonkeyPatch) -> None:
 
 
 def rope_by_default(patch: pytest.MonkeyPatch) -> None:
-    right = layouts.llama_body
+    right = layouts.block_of
     patch.setattr(
-        layouts,
-        "llama_body",
-        lambda block, *more: right(block.model_copy(update={"rope_theta": 1e4}), *more),
+        layouts, "block_of", lambda made: right(made).model_copy(update={"rope_theta": 1e4})
     )
 
 

@@ -17,7 +17,7 @@ from draftsmith.drafters import export
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.export import Draft, Serving
-from draftsmith.drafters.export.server import Row, always
+from draftsmith.drafters.export.server import Row
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.source import Source
 from draftsmith.eval.servers import serving, tools
@@ -129,5 +129,5 @@ def test_a_family_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         export.check("sglang", made, how)
     hot = replace(how, sampler=Sampler(0.7))
     assert vllm.drafting(made, hot) == "greedy"
-    monkeypatch.setitem(vllm.rows, "hydra", replace(row, draws=always))  # type: ignore[arg-type]
+    monkeypatch.setitem(vllm.rows, "hydra", replace(row, draws=lambda drafter: True))  # type: ignore[arg-type]
     assert vllm.drafting(made, hot) == "sampled"

@@ -6,7 +6,6 @@ Every server but llama.cpp takes it as it is; transformers too, as `assistant_mo
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.export.server import Row, Serving, never
+from draftsmith.drafters.export.server import Row, Serving
 from draftsmith.drafters.small import Small
 
 
-def row(method: str, server: str, draws: Callable[[Small], bool] = never) -> Row[Small]:
+def row(method: str, server: str, drawn: bool = False) -> Row[Small]:
     """How a server takes draft models as ordinary folders."""
-    return Row(method, lambda drafter, serving: check(drafter, server), write, draws)
+    return Row(
+        method, lambda drafter, serving: check(drafter, server), write, lambda drafter: drawn
+    )
 
 
 def check(drafter: Small, server: str) -> None:

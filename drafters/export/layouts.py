@@ -31,7 +31,10 @@ def head(form: Callable[[D, Serving], Form]) -> Callable[[D, Path, Serving], Non
     def write(drafter: D, folder: Path, serving: Serving) -> None:
         config, tensors = form(drafter, serving)
         config["torch_dtype"] = str(serving.dtype).removeprefix("torch.")
-        save(folder, config, cast(tensors, serving.dtype))
+        for name, tensor in tensors.items():  # integers and flags keep their types
+            if tensor.is_floating_point():
+                tensors[name] = tensor.to(serving.dtype)
+        save(folder, config, tensors)
 
     return write
 
@@ -43,16 +46,12 @@ def save(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> No
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
-def cast(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Weights in the dtype of the export; integers and flags keep theirs."""
-    return {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
-
-
-def llama_body(block: BlockConfig, target: Shell, length: int) -> dict[str, Any]:
+def llama_body(drafter: Eagle | Eagle1, length: int) -> dict[str, Any]:
     """A Llama config of one layer: the block's own rope, and positions up to the longest text.
 
     rope_theta stands twice, as transformers 4 and 5 name it.
     """
+    block, target = block_of(drafter), drafter.target
     ends = target.eos_ids
     return {
         "model_type": "llama",
@@ -136,6 +135,16 @@ def eagle3_flags(drafter: Eagle) -> dict[str, Any]:
         "norm_output": config.norm_output,
         "target_hidden_size": drafter.target.hidden_size,
         "num_aux_hidden_states": len(drafter.taps),
+    }
+
+
+def eagle3_config(drafter: Eagle, length: int) -> dict[str, Any]:
+    """The original layout's config.json, tapped layers by our own ids."""
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **llama_body(drafter, length),
+        **eagle3_flags(drafter),
+        "eagle_aux_hidden_state_layer_ids": layer_ids(drafter),
     }
 
 

@@ -158,7 +158,7 @@ def _write_shape(writer: gguf.GGUFWriter, config: dict[str, Any], dtype: torch.d
 
 def _fill_eagle3(writer: gguf.GGUFWriter, drafter: Eagle, serving: Serving) -> None:
     block = layouts.block_of(drafter)
-    _write_shape(writer, layouts.llama_body(block, drafter.target, serving.length), serving.dtype)
+    _write_shape(writer, layouts.llama_body(drafter, serving.length), serving.dtype)
     writer.add_array("eagle3.target_layers", layouts.layer_ids(drafter))
     writer.add_uint32("eagle3.target_hidden_size", drafter.target.hidden_size)
     writer.add_bool("eagle3.norm_before_residual", drafter.config.norm_before_residual)
@@ -244,7 +244,7 @@ def words(
     draft is held back for being unlikely (--spec-draft-p-min)."""
     out = [program, "-m", target]
     if draft is not None:
-        out += ["-md", str(draft.folder / FILE), "--spec-type", SERVER.rows[draft.family].method]
+        out += ["-md", str(draft.folder / FILE), "--spec-type", ROWS[draft.family].method]
         out += ["--spec-draft-n-max", str(draft.k), "--spec-draft-p-min", "0"]
     return [*out, "-c", str(length), *flags]
 
@@ -256,13 +256,8 @@ def start(drafter: Drafter, draft: Draft, serving: Serving) -> str:
 # Drafts are q's argmax, accepted where the target draws the same token. Draft models (never
 # EAGLE-3) can be drawn with --spec-draft-sampling probabilistic, but from q's ten likeliest tokens
 # (common/speculative.cpp): no overlap that was trained or measured here.
-SERVER = Server(
-    NAME,
-    VERSION,
-    run=True,
-    rows={
-        "eagle": Row("draft-eagle3", _check_eagle3, _file(lambda drafter: "eagle3", _fill_eagle3)),
-        "small": Row("draft-simple", _check_draft_model, _file(_architecture, _fill_draft_model)),
-    },
-    start=start,
-)
+ROWS: dict[str, Row[Any]] = {
+    "eagle": Row("draft-eagle3", _check_eagle3, _file(lambda drafter: "eagle3", _fill_eagle3)),
+    "small": Row("draft-simple", _check_draft_model, _file(_architecture, _fill_draft_model)),
+}
+SERVER = Server(NAME, VERSION, ROWS, start, run=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -45,14 +45,6 @@ class Draft:
     drafts: str = "greedy"
 
 
-def always(drafter: Drafter) -> bool:
-    return True
-
-
-def never(drafter: Drafter) -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class Row(Generic[D]):
     """How a server takes one family.
@@ -66,7 +58,7 @@ class Row(Generic[D]):
     method: str
     check: Callable[[D, Serving], None]
     write: Callable[[D, Path, Serving], None]
-    draws: Callable[[D], bool] = never
+    draws: Callable[[D], bool] = lambda drafter: False
     arguments: Callable[[D], str] = lambda drafter: ""
 
 
@@ -75,18 +67,17 @@ class Server:
     """One server.
 
     name: the one that users, cards, folders and errors have. version: what its form was checked
-    against; run: whether that version was really run, else its source was read. rows: by drafter
-    family. start(drafter, draft, serving): the
-    command that serves an export. limit: the longest draft it
-    takes, None where it sets none. cuts: whether q, where drafts are drawn from it, has the
-    request's top-k and top-p as p has.
+    against. rows: by drafter family. start(drafter, draft, serving): the command that serves an
+    export. run: whether that version was really run, else its source was read. limit: the longest
+    draft it takes, None where it sets none. cuts: whether q, where drafts are drawn from it, has
+    the request's top-k and top-p as p has.
     """
 
     name: str
     version: str
-    run: bool
-    rows: Mapping[str, Row[Any]]
+    rows: dict[str, Row[Any]]
     start: Callable[[Any, Draft, Serving], str]
+    run: bool
     limit: int | None = None
     cuts: bool = True
 

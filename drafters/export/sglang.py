@@ -30,13 +30,10 @@ def _draws(drafter: Eagle | Eagle1) -> bool:
     return drafter.vocab.ids is None
 
 
-def _check_eagle3(drafter: Eagle, serving: Serving) -> None:
-    layouts.check_embeddings(drafter.target, NAME, "export it --to vllm, as EAGLE-3")
-    layouts.check_eagle3(drafter, NAME, lowest=1)
-    check_residual(drafter, NAME)
-
-
-def check_residual(drafter: Eagle, server: str) -> None:
+def check_eagle3(drafter: Eagle, serving: Serving, server: str = NAME) -> None:
+    """As SGLang and TensorRT-LLM take it."""
+    layouts.check_embeddings(drafter.target, server, "export it --to vllm, as EAGLE-3")
+    layouts.check_eagle3(drafter, server, lowest=1)
     if drafter.config.norm_before_residual:
         raise UserError(
             f"norm_before_residual: {server} has no such setting and takes the raw state for the "
@@ -50,18 +47,12 @@ def _eagle3(drafter: Eagle, serving: Serving) -> layouts.Form:
 
 def eagle3_config(drafter: Eagle, serving: Serving) -> dict[str, Any]:
     """What SGLang and TensorRT-LLM read, and vLLM and llama.cpp too."""
-    ids = layouts.layer_ids(drafter)
-    return {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        **layouts.llama_body(layouts.block_of(drafter), drafter.target, serving.length),
-        **layouts.eagle3_flags(drafter),
-        "eagle_aux_hidden_state_layer_ids": ids,
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": [i - 1 for i in ids],
-            "use_aux_hidden_state": True,
-            "norm_before_fc": drafter.config.norm_before_fc,
-        },
+    inner = {
+        "eagle_aux_hidden_state_layer_ids": [i - 1 for i in layouts.layer_ids(drafter)],
+        "use_aux_hidden_state": True,
+        "norm_before_fc": drafter.config.norm_before_fc,
     }
+    return layouts.eagle3_config(drafter, serving.length) | {"eagle_config": inner}
 
 
 def _check_eagle1(drafter: Eagle1, serving: Serving) -> None:
@@ -70,7 +61,7 @@ def _check_eagle1(drafter: Eagle1, serving: Serving) -> None:
 
 
 def _eagle1(drafter: Eagle1, serving: Serving) -> layouts.Form:
-    body = layouts.llama_body(layouts.block_of(drafter), drafter.target, serving.length)
+    body = layouts.llama_body(drafter, serving.length)
     tensors = layouts.eagle1_tensors(drafter)
     tensors["fc.bias"] = torch.zeros_like(drafter.fc.weight[:, 0])  # its fc always has one
     return {"architectures": ["LlamaForCausalLMEagle"], **body}, tensors
@@ -81,7 +72,7 @@ def start(drafter: Drafter, draft: Draft, serving: Serving) -> str:
     words = [
         "python", "-m", "sglang.launch_server", "--model-path", serving.target,
         "--context-length", str(serving.length),
-        "--speculative-algorithm", SERVER.rows[draft.family].method,
+        "--speculative-algorithm", ROWS[draft.family].method,
         "--speculative-draft-model-path", str(draft.folder),
         "--speculative-num-steps", str(draft.k), "--speculative-eagle-topk", "1",
         "--speculative-num-draft-tokens", str(draft.k + 1),
@@ -91,15 +82,10 @@ def start(drafter: Drafter, draft: Draft, serving: Serving) -> str:
     return shlex.join(words)
 
 
-SERVER = Server(
-    NAME,
-    "0.5.23",
-    run=False,
-    rows={
-        "eagle": Row("EAGLE3", _check_eagle3, layouts.head(_eagle3), _draws),
-        "eagle1": Row("EAGLE", _check_eagle1, layouts.head(_eagle1), _draws),
-        "small": hf_model.row("STANDALONE", NAME),
-    },
-    start=start,
-    cuts=False,  # q has the request's temperature, but never its top-p
-)
+# q has the request's temperature, but never its top-p (cuts=False).
+ROWS: dict[str, Row[Any]] = {
+    "eagle": Row("EAGLE3", check_eagle3, layouts.head(_eagle3), _draws),
+    "eagle1": Row("EAGLE", _check_eagle1, layouts.head(_eagle1), _draws),
+    "small": hf_model.row("STANDALONE", NAME),
+}
+SERVER = Server(NAME, "0.5.23", ROWS, start, run=False, cuts=False)

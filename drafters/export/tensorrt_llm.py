@@ -8,20 +8,20 @@ are q's argmax, accepted where the target draws the same token.
 
 from __future__ import annotations
 
+from typing import Any
+
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.eagle import Eagle
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.export import hf_model, layouts
 from draftsmith.drafters.export.server import Draft, Row, Server, Serving
-from draftsmith.drafters.export.sglang import check_residual, eagle3_config
+from draftsmith.drafters.export.sglang import check_eagle3, eagle3_config
 
 NAME = "tensorrt-llm"
 
 
 def _check_eagle3(drafter: Eagle, serving: Serving) -> None:
-    layouts.check_embeddings(drafter.target, NAME, "export it --to vllm")
-    layouts.check_eagle3(drafter, NAME, lowest=1)
-    check_residual(drafter, NAME)
+    check_eagle3(drafter, serving, NAME)
     if drafter.config.fc_norm and drafter.config.norm_before_fc:
         raise UserError(
             f"norm_before_fc: {NAME} passes it over where fc_norm is set; train with one of them, "
@@ -41,21 +41,14 @@ def _layers(drafter: Eagle) -> str:
 
 
 def start(drafter: Drafter, draft: Draft, serving: Serving) -> str:
-    row = SERVER.rows[draft.family]
+    row = ROWS[draft.family]
     how = f"max_draft_len={draft.k}, speculative_model={str(draft.folder)!r}"
     how = f"{row.method}({how}{row.arguments(drafter)})"
     return f"LLM({serving.target!r}, max_seq_len={serving.length}, speculative_config={how})"
 
 
-SERVER = Server(
-    NAME,
-    "1.2",
-    run=False,
-    rows={
-        "eagle": Row(
-            "Eagle3DecodingConfig", _check_eagle3, layouts.head(_eagle3), arguments=_layers
-        ),
-        "small": hf_model.row("DraftTargetDecodingConfig", NAME),
-    },
-    start=start,
-)
+ROWS: dict[str, Row[Any]] = {
+    "eagle": Row("Eagle3DecodingConfig", _check_eagle3, layouts.head(_eagle3), arguments=_layers),
+    "small": hf_model.row("DraftTargetDecodingConfig", NAME),
+}
+SERVER = Server(NAME, "1.2", ROWS, start, run=False)

@@ -7,8 +7,10 @@ tokenizer when both vocabularies have one size.
 
 from __future__ import annotations
 
+from typing import Any
+
 from draftsmith.drafters.export import hf_model
-from draftsmith.drafters.export.server import Draft, Server, Serving, always
+from draftsmith.drafters.export.server import Draft, Row, Server, Serving
 from draftsmith.drafters.small import Small
 
 
@@ -29,10 +31,5 @@ def start(drafter: Small, draft: Draft, serving: Serving) -> str:
     )
 
 
-SERVER = Server(
-    "transformers",
-    "5.24",
-    run=True,
-    rows={"small": hf_model.row("assistant_model", "transformers", always)},
-    start=start,
-)
+ROWS: dict[str, Row[Any]] = {"small": hf_model.row("assistant_model", "transformers", drawn=True)}
+SERVER = Server("transformers", "5.24", ROWS, start, run=True)

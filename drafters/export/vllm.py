@@ -21,7 +21,7 @@ from draftsmith.drafters.eagle import Eagle
 from draftsmith.drafters.eagle1 import Eagle1
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.export import hf_model, layouts
-from draftsmith.drafters.export.server import Draft, Row, Server, Serving, always
+from draftsmith.drafters.export.server import Draft, Row, Server, Serving
 from draftsmith.drafters.medusa import Medusa
 
 NAME, VERSION = "vllm", "0.32.0"
@@ -34,23 +34,16 @@ def _check_eagle3(drafter: Eagle, serving: Serving) -> None:
 
 def _eagle3(drafter: Eagle, serving: Serving) -> layouts.Form:
     if serving.plain:
-        return _plain(drafter, serving), layouts.eagle3_tensors(drafter, "midlayer")
+        return layouts.eagle3_config(drafter, serving.length), layouts.eagle3_tensors(
+            drafter, "midlayer"
+        )
     return _speculators(drafter, serving), layouts.eagle3_tensors(drafter, "layers.0")
-
-
-def _plain(drafter: Eagle, serving: Serving) -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        **layouts.llama_body(layouts.block_of(drafter), drafter.target, serving.length),
-        **layouts.eagle3_flags(drafter),
-        "eagle_aux_hidden_state_layer_ids": layouts.layer_ids(drafter),
-    }
 
 
 def _speculators(drafter: Eagle, serving: Serving) -> dict[str, Any]:
     """num_aux_hidden_states goes into the layer's config, where vLLM looks for it."""
     flags = layouts.eagle3_flags(drafter)
-    body = layouts.llama_body(layouts.block_of(drafter), drafter.target, serving.length)
+    body = layouts.llama_body(drafter, serving.length)
     body["num_aux_hidden_states"] = flags.pop("num_aux_hidden_states")
     proposal = {
         "proposal_type": "greedy",
@@ -85,7 +78,7 @@ def _check_eagle1(drafter: Eagle1, serving: Serving) -> None:
 
 
 def _eagle1(drafter: Eagle1, serving: Serving) -> layouts.Form:
-    body = layouts.llama_body(layouts.block_of(drafter), drafter.target, serving.length)
+    body = layouts.llama_body(drafter, serving.length)
     return {"architectures": ["EagleLlamaForCausalLM"], **body}, layouts.eagle1_tensors(drafter)
 
 
@@ -142,7 +135,7 @@ def words(
     out = [program, "-m", "vllm.entrypoints.openai.api_server", "--model", target]
     out += ["--max-model-len", str(length), "--generation-config", "vllm", *flags]
     if draft is not None:
-        how: dict[str, Any] = {"method": SERVER.rows[draft.family].method}
+        how: dict[str, Any] = {"method": ROWS[draft.family].method}
         how |= {"model": str(draft.folder), "num_speculative_tokens": draft.k}
         if draft.drafts == "sampled":
             how["draft_sample_method"] = "probabilistic"
@@ -156,17 +149,10 @@ def start(drafter: Drafter, draft: Draft, serving: Serving) -> str:
 
 # v1/spec_decode: the proposer that EAGLE and draft models share keeps q, with the request's
 # temperature, but never its top-k and top-p; Medusa's takes the argmax whatever it is told.
-SERVER = Server(
-    NAME,
-    VERSION,
-    run=True,
-    rows={
-        "eagle": Row("eagle3", _check_eagle3, layouts.head(_eagle3), always),
-        "eagle1": Row("eagle", _check_eagle1, layouts.head(_eagle1), always),
-        "medusa": Row("medusa", _check_medusa, layouts.head(_medusa)),
-        "small": hf_model.row("draft_model", NAME, always),
-    },
-    start=start,
-    limit=MAX_SPEC_LEN,
-    cuts=False,
-)
+ROWS: dict[str, Row[Any]] = {
+    "eagle": Row("eagle3", _check_eagle3, layouts.head(_eagle3), lambda drafter: True),
+    "eagle1": Row("eagle", _check_eagle1, layouts.head(_eagle1), lambda drafter: True),
+    "medusa": Row("medusa", _check_medusa, layouts.head(_medusa)),
+    "small": hf_model.row("draft_model", NAME, drawn=True),
+}
+SERVER = Server(NAME, VERSION, ROWS, start, run=True, limit=MAX_SPEC_LEN, cuts=False)

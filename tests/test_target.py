@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
+import targets
 import tiny
 from draftsmith.drafters import attention, selftest
 from draftsmith.drafters.attention import chain_step, packed_step, tree_shape
@@ -214,7 +214,7 @@ def by_slot(patch: pytest.MonkeyPatch) -> None:
         step.key_positions = torch.arange(step.view).expand_as(step.key_positions)
         return step
 
-    for module in (sys.modules[__name__], selftest):
+    for module in (targets, selftest):
         patch.setattr(module, "tree_step", wrong)
 
 
@@ -226,7 +226,7 @@ def ancestors_dropped(patch: pytest.MonkeyPatch) -> None:
         return depth, torch.ones_like(ancestors).tril()
 
     shape = attention.tree_shape
-    for module in (sys.modules[__name__], selftest):
+    for module in (targets, selftest):
         patch.setattr(module, "tree_shape", wrong)
 
 
@@ -239,7 +239,7 @@ def parents_only(patch: pytest.MonkeyPatch) -> None:
         return shape(parents)[0], reach
 
     shape = attention.tree_shape
-    for module in (sys.modules[__name__], selftest):
+    for module in (targets, selftest):
         patch.setattr(module, "tree_shape", wrong)
 
 

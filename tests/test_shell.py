@@ -13,12 +13,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import modeling_utils
 
+import test_contract as contract
 import tiny
-from draftsmith.drafters import shell
+from draftsmith.drafters import base, shell
+from draftsmith.drafters.batch import align
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.shell import Shell
 from draftsmith.drafters.small import Small, SmallConfig
 from draftsmith.drafters.target import Target
+from draftsmith.eval.stats import chunk_stats, chunks
 from ggufs import tiny_model, write_gguf
 
 LAYER = ".layers."
@@ -255,3 +258,30 @@ def test_a_shell_knows_layers_of_their_own_attention(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="layers: those of BloomForCausalLM") as error:
         Small.create(Shell.load(folder_of(tmp_path, "Bloom")), SmallConfig(layers=[0, 1]))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle1", "medusa", "mtp", "small"])
+def test_drafters_take_a_shell(name: str, tmp_path: Path) -> None:
+    """Fault: a drafter asks for more of its target than a shell has. What reads the batch is the
+    target; what drafts, and what losses and replay compare it with, is not."""
+    folder = folder_of(tmp_path, "Gemma3")
+    whole, alone = Target.load(folder), Shell.load(folder)
+    settings: dict[str, Any] = {"eagle": {"taps": [1, 4]}, "small": {"layers": [0, 3]}}
+    found = []
+    for of in (alone, whole):
+        torch.manual_seed(0)
+        cls = base.family(name)
+        drafter = cls.create(of, cls.Config(**settings.get(name, {})))
+        base.save(drafter, tmp_path)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shell, "resolve", None)  # a stored drafter needs no file of the target
+            drafter = base.load(tmp_path, of)
+        batch = contract.read(whole, contract.prompts(2), drafter.taps)
+        alignment = align(batch, 2)
+        unroll = drafter.unroll(batch, alignment)
+        with torch.no_grad():
+            chunk = next(chunks(batch, alignment, unroll, 64))
+            found.append(chunk_stats(drafter, batch, unroll, chunk, divergences=["kl"]))
+    for key in ("alpha", "logp", "logq"):
+        assert torch.equal(getattr(found[0], key), getattr(found[1], key))
+    assert torch.equal(found[0].divergence["kl"], found[1].divergence["kl"])

@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 import tempfile
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from draftsmith.drafters.export import Draft
 from draftsmith.drafters.target import Target
 from draftsmith.eval.provenance import provenance
 from draftsmith.eval.servers import serving as servers
-from draftsmith.eval.servers.check import TEMPERATURES, Answers, collect, report
+from draftsmith.eval.servers.check import TEMPERATURES, collect, report
 from draftsmith.eval.servers.client import Running
 from draftsmith.recipes.commands import ServeCheck
 from draftsmith.recipes.shared import check_file, check_room, take_prompts
@@ -83,19 +83,16 @@ def measure(settings: ServeCheck) -> dict[str, Any]:
         length = subject.length
         return servers.serving(settings.server, subject.target.source, with_draft, length, log)
 
-    given: dict[bool, Answers] = {}
-    with tempfile.TemporaryDirectory(prefix="serve-check-") as folder:
-        for speculates in (True,) if url else (False, True):
-            what = "speculative" if speculates else "plain"
-            line = CountLine(f"{what}: answers", len(prompts) * len(TEMPERATURES))
-            log = Path(folder) / f"{what}.log"
-            with serve(draft if speculates else None, log) as server:
-                if url:
-                    _check_draws(server.kind.name, subject.drafter, draft.drafts)
-                given[speculates] = collect(
-                    server, prompts, settings.max_new_tokens, settings.seed,
-                    draft.k if speculates else None, line.count,
-                )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="serve-check-") as folder, ExitStack() as running:
+        sides: dict[Running, int | None] = {}
+        for with_draft in (draft,) if url else (None, draft):  # both at once: they take turns
+            log = Path(folder) / f"{'speculative' if with_draft else 'plain'}.log"
+            server = running.enter_context(serve(with_draft, log))
+            sides[server] = with_draft.k if with_draft else None
+        if url:
+            _check_draws(server.kind.name, subject.drafter, draft.drafts)
+        line = CountLine("answers", len(sides) * len(prompts) * len(TEMPERATURES))
+        *plain, given = collect(sides, prompts, settings.max_new_tokens, settings.seed, line.count)
     command = server.child.command if server.child else []
     kind = server.kind
     return {
@@ -113,8 +110,8 @@ def measure(settings: ServeCheck) -> dict[str, Any]:
             draft.k,
             kind.shortens,
             draft.drafts,
-            given[True],
-            given.get(False),
+            given,
+            plain[0] if plain else None,
         ),
         "export": str(settings.export),
         "checkpoint": str(subject.checkpoint),
@@ -223,6 +220,7 @@ def show(found: dict[str, Any], console: Console) -> None:
     for entry in found["temperatures"]:
         plain = entry["plain_tokens_per_s"]
         against = "" if plain is None else f" against {plain:.2f} without drafts"
+        against += " (busy)" if entry["clock"] and entry["clock"]["busy"] else ""
         ties = f"{len(entry['ties'])} fp32 ties, " if "ties" in entry else ""
         console.print(
             f"T={entry['temperature']:g}  tau {entry['tau']:.3f}, {entry['tokens_per_s']:.2f} "
@@ -234,6 +232,10 @@ def show(found: dict[str, Any], console: Console) -> None:
                 f"T=0 texts equal to the server's own without drafts: {texts['equal']} of "
                 f"{found['prompts']}, {len(texts['ties'])} fp32 ties"
             )
+
+    clock = found["temperatures"][0]["clock"]
+    if clock and clock["note"]:
+        console.print(clock["note"])
 
 
 def _rows(entry: dict[str, Any]) -> list[tuple[str, ...]]:

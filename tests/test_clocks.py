@@ -23,6 +23,9 @@ from draftsmith.eval.decoder import loop
 from draftsmith.eval.decoder.loop import Clock, Decoder
 from draftsmith.eval.decoder.round import Rounds
 from draftsmith.eval.evaluate import Evaluation
+from draftsmith.eval.servers.check import collect, steadiness
+from draftsmith.eval.servers.client import Answer
+from draftsmith.eval.servers.counters import Counters
 from draftsmith.eval.speed import Costs, Drafting
 from draftsmith.recipes import compare_page
 from draftsmith.recipes.compare import _baselines
@@ -288,6 +291,34 @@ def test_baselines_of_drafters_are_one() -> None:
         assert "pays" not in compare_page.verdict(lying, name, "T=1")
     for right in (report(16.4, 16.0, 16.2), report(16.4)):
         assert compare_page.verdict(right, "d0", "T=1").startswith("Speculation pays")
+
+
+class Serving:
+    """A server whose answers take a second, times what `slow` says."""
+
+    def __init__(self, drafting: bool, slow: Slow, asked: list[bool]) -> None:
+        self.drafting, self.slow, self.asked = drafting, slow, asked
+        self.turn = -1  # a warm-up comes first
+
+    def ask(self, prompt: list[int], tokens: int, *rest: Any) -> Answer:
+        seconds = self.slow(self.drafting, self.turn)
+        self.turn += 1
+        self.asked.append(self.drafting)
+        return Answer(prompt, [0] * tokens, seconds * len(prompt), Counters())
+
+
+@pytest.mark.parametrize("name", ["", *(n for n in BASELINE if n != "every other turn")])
+def test_servers(name: str) -> None:
+    """They answer in turns; one without drafts that was slow for a while is told, though prompts
+    of all lengths take their own time."""
+    asked: list[bool] = []
+    sides: Any = {Serving(d, BASELINE.get(name, even), asked): None for d in (False, True)}
+    prompts = [[5] * n for n in (3, 50, 8)]
+    plain, drafted = collect(sides, prompts, 6, 0)
+    assert asked == [False, True] * (1 + 2 * len(prompts))
+    found = steadiness(plain)
+    assert found.turns == 6 and found.busy == bool(name)
+    assert len(drafted[1.0]) == len(prompts)
 
 
 def test_plots_grey_it() -> None:

@@ -48,7 +48,7 @@ def test_what_serve_check_starts(place: Path) -> None:
     vllm = shlex.split(
         "/bin/it -m vllm.entrypoints.openai.api_server --model /models/name --max-model-len 64 "
         "--generation-config vllm --host 127.0.0.1 --port 8001 --dtype float32 --max-num-seqs 1 "
-        "--enforce-eager --no-enable-prefix-caching"
+        "--enforce-eager --no-enable-prefix-caching --gpu-memory-utilization 0.45"
     )
     assert started("vllm", None) == vllm
     methods = {"eagle": "eagle3", "eagle1": "eagle", "medusa": "medusa", "small": "draft_model"}

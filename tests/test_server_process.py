@@ -141,7 +141,7 @@ def test_the_warm_up_asks_for_no_more_than_the_check() -> None:
             return Answer(prompt, [0] * tokens, 1.0, Counters())
 
     server: Any = Noting()
-    collect(server, [[5]], 4, 0, None)
+    collect({server: None}, [[5]], 4, 0)
     assert asked == [4, 4, 4]
 
 
@@ -175,7 +175,7 @@ def test_counters_are_those_of_one_answer(fake: tuple[Fake, str]) -> None:
         counted = answer.counted
         assert (counted.drafts, counted.drafted) == (tokens // 2, 3 * tokens // 2)
         assert (counted.accepted, counted.tokens) == ((tokens // 2, 0, 0), tokens)
-    given = collect(server, [[3], [4]], 6, 0, 3)
+    (given,) = collect({server: 3}, [[3], [4]], 6, 0)
     assert [a.counted.drafts for a in given[0.0] + given[1.0]] == [3] * 4
 
 
@@ -200,7 +200,7 @@ def test_what_goes_wrong_is_one_line(
     made, url = fake
     vars(made).update(change)
     with pytest.raises(UserError, match=says) as error:
-        collect(Running(VLLM, url), [[3, 4]], 8, 0, 3)
+        collect({Running(VLLM, url): 3}, [[3, 4]], 8, 0)
     assert "\n" not in str(error.value) and len(str(error.value)) < 500
 
 

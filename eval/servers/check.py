@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target import Target
+from draftsmith.eval.clocks import Steadiness, spread
 from draftsmith.eval.parity import TIE
 from draftsmith.eval.servers import sampled
 from draftsmith.eval.servers.agreement import Agreement, compare, differences, replayed
@@ -19,34 +20,50 @@ Answers = dict[float, list[Answer]]  # by temperature, in the prompts' order
 
 
 def collect(
-    server: Running,
+    sides: Mapping[Running, int | None],
     prompts: Sequence[Sequence[int]],
     tokens: int,
     seed: int,
-    k: int | None,
     progress: Callable[[], None] = lambda: None,
-) -> Answers:
-    """A server's answers of `tokens` tokens each, at both temperatures, one request at a time.
+) -> list[Answers]:
+    """Each server's answers of `tokens` tokens each, at both temperatures, one request at a time:
+    they answer a prompt in turn, so that a machine that slows down slows all of them.
 
-    k: how many tokens it drafts, None where it does not speculate. progress() is called after each
-    answer. Raises UserError where it drafts another number (see `Running.ask` for the rest).
+    sides: how many tokens a server drafts, None where it does not speculate. progress() is called
+    after each answer. Raises UserError where it drafts another number (see `Running.ask` for the
+    rest).
     """
-    server.ask(prompts[0], min(tokens, 8), 0.0, seed, k is not None)  # warm-up
-    out: Answers = {}
+    for server, k in sides.items():
+        server.ask(prompts[0], min(tokens, 8), 0.0, seed, k is not None)  # warm-up
+    out: list[Answers] = [{temperature: [] for temperature in TEMPERATURES} for _ in sides]
     for temperature in TEMPERATURES:
-        out[temperature] = []
         for i, prompt in enumerate(prompts):
-            answer = server.ask(prompt, tokens, temperature, seed + i, k is not None)
-            drafts, drafted = answer.counted.drafts, answer.counted.drafted
-            positions = len(answer.counted.accepted)
-            if k is not None and (positions > k or drafted > k * drafts):
-                raise UserError(
-                    f"server {server}: drafts {max(positions, -(-drafted // max(drafts, 1)))} "
-                    f"tokens a round, not k={k}; give --k what it was started with"
-                )
-            out[temperature].append(answer)
-            progress()
+            for (server, k), answers in zip(sides.items(), out, strict=True):
+                answer = server.ask(prompt, tokens, temperature, seed + i, k is not None)
+                _check_length(server, answer, k)
+                answers[temperature].append(answer)
+                progress()
     return out
+
+
+def _check_length(server: Running, answer: Answer, k: int | None) -> None:
+    drafts, drafted = answer.counted.drafts, answer.counted.drafted
+    positions = len(answer.counted.accepted)
+    if k is not None and (positions > k or drafted > k * drafts):
+        raise UserError(
+            f"server {server}: drafts {max(positions, -(-drafted // max(drafts, 1)))} "
+            f"tokens a round, not k={k}; give --k what it was started with"
+        )
+
+
+def steadiness(plain: Answers) -> Steadiness:
+    """How alike a server without drafts took over a prompt's answers, at one temperature and the
+    other: of equal length, they are the same work. Rounds of drafts do not compare."""
+    turns = []
+    for pair in zip(*plain.values(), strict=True):
+        usual = sum(answer.seconds for answer in pair) / len(pair)
+        turns += [(answer.seconds, usual) for answer in pair]
+    return Steadiness(len(turns), spread(turns))
 
 
 def report(
@@ -61,8 +78,10 @@ def report(
     """One entry per temperature, and `holds`: counters agree, and T=0 texts equal the plain ones.
 
     drafts: "greedy" or "sampled", how the server makes them at temperatures above 0. plain: the
-    answers of the same server without speculation; None: texts are not compared.
+    answers of the same server without speculation, which took turns with it; None: texts and speeds
+    are not compared.
     """
+    clock = None if plain is None else steadiness(plain).report()
     temperatures = []
     holds = True
     for temperature, given in answers.items():
@@ -77,6 +96,7 @@ def report(
             "tokens": sum(len(a.tokens) for a in given),
             "tokens_per_s": speed(given),
             "plain_tokens_per_s": None if plain is None else speed(plain[temperature]),
+            "clock": clock,
             "texts": None,
         }
         holds &= found.holds

@@ -21,6 +21,7 @@ from draftsmith.eval.servers.client import Kind
 EXACT = [
     "--dtype", "float32", "--max-num-seqs", "1", "--enforce-eager", "--no-enable-prefix-caching",
 ]  # fmt: skip
+SHARE = ["--gpu-memory-utilization", "0.45"]  # two stand side by side, with drafts and without
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -36,7 +37,7 @@ def command(
     program: Path, target: Source, draft: Draft | None, length: int, port: int
 ) -> list[str]:
     """The command that serves a target in fp32."""
-    flags = ["--host", "127.0.0.1", "--port", str(port), *EXACT]
+    flags = ["--host", "127.0.0.1", "--port", str(port), *EXACT, *SHARE]
     return vllm.words(target.path, draft, length, str(program), flags)
 
 

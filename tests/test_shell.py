@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import modeling_utils
 
-import test_contract as contract
+import contracts
 import tiny
 from draftsmith.drafters import base, shell
 from draftsmith.drafters.batch import align
@@ -276,7 +276,7 @@ def test_drafters_take_a_shell(name: str, tmp_path: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(shell, "resolve", None)  # a stored drafter needs no file of the target
             drafter = base.load(tmp_path, of)
-        batch = contract.read(whole, contract.prompts(2), drafter.taps)
+        batch = contracts.read(whole, contracts.prompts(2), drafter.taps)
         alignment = align(batch, 2)
         unroll = drafter.unroll(batch, alignment)
         with torch.no_grad():

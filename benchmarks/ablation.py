@@ -30,7 +30,7 @@ from common import HERE, Remembering, cell, data, markdown, number
 from draftsmith.drafters import base
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.replay import moments, replay
 from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, recipe

@@ -18,7 +18,7 @@ from common import HERE
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Policy
 from draftsmith.drafters.policy import Tree
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval import bench, bench_table, clocks
 from draftsmith.eval.provenance import provenance
 from draftsmith.train.prompts import product_prompts

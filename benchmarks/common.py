@@ -21,7 +21,7 @@ from typing import Any
 
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.provenance import provenance
 from draftsmith.train.states import Computed
 

@@ -21,7 +21,7 @@ from typing import Any
 from accelerate import Accelerator
 from common import HERE, Remembering
 
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.recipes.commands import Compare
 from draftsmith.recipes.compare import compare
 from draftsmith.recipes.compare_page import markdown

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from draftsmith.drafters import base
 from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.replay import replay
 from draftsmith.train import recipe
 from draftsmith.train.packing import collate

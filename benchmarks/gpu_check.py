@@ -34,7 +34,7 @@ from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.batch import Batch, align, batch_of
 from draftsmith.drafters.policy import Tree
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval import bench, bench_table, clocks, laws, rowwise, synthetic
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.provenance import provenance

@@ -23,7 +23,7 @@ from torch import Tensor
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter, DrafterConfig, Unroll, rows_of
 from draftsmith.drafters.batch import Alignment, Batch
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.replay import replay
 from draftsmith.train.checkpoint import read_metrics
 from draftsmith.train.packing import collate

@@ -27,11 +27,11 @@ def measure(T: int, chunk: int, size: int) -> float:
     import torch
     import transformers
 
-    from draftsmith.drafters.attention import packed_step
     from draftsmith.drafters.batch import align, batch_of
-    from draftsmith.drafters.causal_lm import CausalLM
     from draftsmith.drafters.eagle import Eagle, EagleConfig
     from draftsmith.drafters.sampling import Sampler
+    from draftsmith.drafters.target.attention import packed_step
+    from draftsmith.drafters.target.causal_lm import CausalLM
     from draftsmith.train.objective import Objective, backward, denominator
 
     config = transformers.LlamaConfig(

@@ -23,7 +23,7 @@ from common import HERE, cell, markdown, number
 from draftsmith.drafters.base import family
 from draftsmith.drafters.batch import Batch, align
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.train.objective import Objective, backward, denominator
 from draftsmith.train.packing import Cursor, Stream, collate
 from draftsmith.train.samples import Samples

@@ -17,7 +17,7 @@ from typing import Any
 
 from common import HERE, cell, data, markdown
 
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.train.packing import Cursor, Stream, buckets
 from draftsmith.train.prompts import Prompt
 from draftsmith.train.samples import Samples

@@ -19,7 +19,7 @@ from common import HERE, cell, data, markdown, number
 from draftsmith.drafters import base
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.evaluate import evaluate
 from draftsmith.train.sources import read_prompts
 from draftsmith.train.template import encode

@@ -27,7 +27,7 @@ from common import HERE, cell, markdown
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval import synthetic
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.train.prompts import product_prompts

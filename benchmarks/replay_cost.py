@@ -21,7 +21,7 @@ from common import HERE, cell, data, markdown
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Policy
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.evaluate import read_texts
 from draftsmith.eval.replay import replay

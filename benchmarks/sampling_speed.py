@@ -23,7 +23,7 @@ import torch
 from common import HERE, cell, markdown, number
 
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval import synthetic
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.train.prompts import product_prompts

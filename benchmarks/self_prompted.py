@@ -31,7 +31,7 @@ from datasets import concatenate_datasets
 from draftsmith.drafters import base
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.replay import replay
 from draftsmith.train import checkpoint, recipe, storage
 from draftsmith.train.imported import import_given

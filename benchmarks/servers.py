@@ -20,7 +20,7 @@ from typing import Any
 
 from common import HERE, cell, markdown, number
 
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.servers import tools
 from draftsmith.eval.servers.serving import KINDS
 from draftsmith.recipes.commands import Export, ServeCheck

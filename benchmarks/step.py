@@ -36,8 +36,8 @@ import transformers
 from common import HERE, cell, markdown
 
 from draftsmith.drafters.batch import Batch, align, batch_of
-from draftsmith.drafters.causal_lm import CausalLM
 from draftsmith.drafters.eagle import Eagle, EagleConfig
+from draftsmith.drafters.target.causal_lm import CausalLM
 from draftsmith.train.objective import Objective, backward
 from draftsmith.train.weights import DepthWeights
 

@@ -30,7 +30,7 @@ import torch
 from accelerate import Accelerator
 from common import HERE, cell, markdown
 
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval import stats
 from draftsmith.train import objective, recipe
 from draftsmith.train.loop import Trainer

@@ -24,13 +24,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from draftsmith.drafters.batch import Alignment, Batch
-from draftsmith.drafters.causal_lm import Tap
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.grow import Proposal
 from draftsmith.drafters.policy import Policy, StaticTree
 from draftsmith.drafters.sampling import Noise, Sampler
-from draftsmith.drafters.shell import Shell
 from draftsmith.drafters.state import DrafterState
+from draftsmith.drafters.target.causal_lm import Tap
+from draftsmith.drafters.target.shell import Shell
 from draftsmith.drafters.vocab import VocabMap
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from draftsmith.drafters.base import DrafterConfig, Unroll, entry, register
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.layers import MLP, Block, BlockConfig, RMSNorm, SelfAttention, init_weights
 from draftsmith.drafters.one_layer import OneLayer
-from draftsmith.drafters.shell import Shell
+from draftsmith.drafters.target.shell import Shell
 
 
 class Eagle1Config(DrafterConfig):

@@ -24,8 +24,8 @@ from draftsmith.drafters.grow import grow
 from draftsmith.drafters.one_layer import last_state
 from draftsmith.drafters.reduced import DraftVocab, ReducedVocab
 from draftsmith.drafters.sampling import Noise, Sampler
-from draftsmith.drafters.shell import Shell
 from draftsmith.drafters.state import DrafterState
+from draftsmith.drafters.target.shell import Shell
 
 
 class HeadsConfig(DrafterConfig):

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.shell import Shell
+from draftsmith.drafters.target.shell import Shell
 
 
 class BlockConfig(BaseModel):

@@ -31,17 +31,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.drafters import mtp_weights
-from draftsmith.drafters.attention import tree_seen
 from draftsmith.drafters.base import Drafter, DrafterConfig, State, Unroll, entry, register, rows_of
 from draftsmith.drafters.batch import Alignment, Batch
-from draftsmith.drafters.cache import Slab
 from draftsmith.drafters.grow import Proposal, grow
 from draftsmith.drafters.layers import MLP, Block, BlockConfig, RMSNorm, SelfAttention, init_weights
 from draftsmith.drafters.one_layer import OneLayer, OneLayerState, last_state
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Noise, Sampler
-from draftsmith.drafters.shell import Shell
 from draftsmith.drafters.state import DrafterState
+from draftsmith.drafters.target.attention import tree_seen
+from draftsmith.drafters.target.shell import Shell
+from draftsmith.drafters.target.slab import Slab
 
 
 class MtpConfig(DrafterConfig):

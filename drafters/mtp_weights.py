@@ -26,7 +26,7 @@ from torch import Tensor
 
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.layers import BlockConfig
-from draftsmith.drafters.shell import Shell
+from draftsmith.drafters.target.shell import Shell
 
 _WANTED = {
     f"{part}.weight"

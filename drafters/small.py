@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from draftsmith.drafters import selftest
-from draftsmith.drafters.attention import chain_step, packed_step
 from draftsmith.drafters.base import Drafter, DrafterConfig, Proposal, Unroll, entry, register
 from draftsmith.drafters.batch import Alignment, Batch
-from draftsmith.drafters.cache import Slab
-from draftsmith.drafters.causal_lm import CausalLM, cut
 from draftsmith.drafters.errors import UserError, loading
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Noise, Sampler
-from draftsmith.drafters.shell import Shell
-from draftsmith.drafters.source import resolve
 from draftsmith.drafters.state import DrafterState
-from draftsmith.drafters.tokenizer_hash import tokenizer_hash
+from draftsmith.drafters.target import selftest
+from draftsmith.drafters.target.attention import chain_step, packed_step
+from draftsmith.drafters.target.causal_lm import CausalLM, cut
+from draftsmith.drafters.target.shell import Shell
+from draftsmith.drafters.target.slab import Slab
+from draftsmith.drafters.target.source import resolve
+from draftsmith.drafters.target.tokenizer_hash import tokenizer_hash
 from draftsmith.drafters.vocab import VocabMap
 
 

@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass, fields
 
 from torch import Tensor
 
-from draftsmith.drafters.cache import Slab
+from draftsmith.drafters.target.slab import Slab
 
 
 @dataclass

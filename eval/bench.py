@@ -24,7 +24,7 @@ import torch
 from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval import roofline, synthetic
 from draftsmith.eval.acceptance import counted_tau
 from draftsmith.eval.clocks import Steadiness, Turn, in_turns, spread_of_rounds

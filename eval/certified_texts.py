@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from draftsmith.drafters.attention import chain_step
 from draftsmith.drafters.base import Drafter, Policy
-from draftsmith.drafters.cache import Slab
 from draftsmith.drafters.policy import StaticTree, Tree
 from draftsmith.drafters.sampling import Noise, Purpose, Sampler, pick
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.attention import chain_step
+from draftsmith.drafters.target.slab import Slab
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.text import Text, end_token
 from draftsmith.eval.parity import TIE

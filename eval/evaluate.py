@@ -14,7 +14,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch, batch_of
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance import (
     Acceptance,
     Part,

@@ -17,8 +17,8 @@ from draftsmith.drafters.base import Drafter, Guesses, Policy, Proposal
 from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.grow import from_states, grow
 from draftsmith.drafters.sampling import Noise, Sampler
-from draftsmith.drafters.shell import Shell
 from draftsmith.drafters.state import DrafterState
+from draftsmith.drafters.target.shell import Shell
 
 
 @dataclass

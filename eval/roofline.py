@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 
 _COPIES = 5
 

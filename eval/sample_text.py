@@ -9,7 +9,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.grow import Proposal
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance import counted_tau
 from draftsmith.eval.decoder.loop import Decoder
 

@@ -25,7 +25,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.clocks import Steadiness, spread_of_rounds, take_turn, worst
 from draftsmith.eval.decoder import graphs
 from draftsmith.eval.decoder.loop import Clock, Decoder

@@ -18,7 +18,7 @@ from torch import Tensor
 from draftsmith.drafters.base import Drafter, Guesses, Unroll
 from draftsmith.drafters.batch import Alignment, Batch, align
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.shell import Shell
+from draftsmith.drafters.target.shell import Shell
 from draftsmith.drafters.vocab import VocabMap
 from draftsmith.eval.laws import TargetLaw, measure, slope
 

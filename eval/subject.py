@@ -14,7 +14,7 @@ from draftsmith.drafters.eagle import Eagle, EagleConfig
 from draftsmith.drafters.ngram import Ngram, NgramConfig
 from draftsmith.drafters.policy import Tree
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.text import Text, end_token, ends
 

@@ -19,8 +19,8 @@ from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.eagle import Eagle, EagleConfig
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Purpose
-from draftsmith.drafters.source import Source
-from draftsmith.drafters.target import Target, free_bytes
+from draftsmith.drafters.target.source import Source
+from draftsmith.drafters.target.target import Target, free_bytes
 from draftsmith.eval.decoder.accept import Accepted, leading
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.round import Rounds

@@ -15,7 +15,7 @@ from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.policy import Tree
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval import bench_table, synthetic
 from draftsmith.eval.bench import Asked, Store, check_memory, device_of, grid
 from draftsmith.eval.bench import run as measure

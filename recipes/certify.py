@@ -33,7 +33,7 @@ def certify(
     import torch
 
     from draftsmith.drafters import base
-    from draftsmith.drafters.target import Target
+    from draftsmith.drafters.target.target import Target
     from draftsmith.eval.certify import certificate
     from draftsmith.eval.certify import certify as run
     from draftsmith.eval.provenance import provenance

@@ -22,7 +22,7 @@ from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval import speed
 from draftsmith.eval.acceptance import expected_tau
 from draftsmith.eval.candidates import diagnose

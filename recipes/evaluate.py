@@ -15,7 +15,7 @@ from draftsmith.recipes.options import OwnTarget, Prompts, Seed, Temperature, To
 if TYPE_CHECKING:
     from draftsmith.drafters.base import Drafter
     from draftsmith.drafters.policy import Policy
-    from draftsmith.drafters.target import Target
+    from draftsmith.drafters.target.target import Target
     from draftsmith.eval.static_tree import Calibrated
     from draftsmith.train.recipe import Recipe
 
@@ -60,7 +60,7 @@ def evaluate(
     from draftsmith.drafters import foreign
     from draftsmith.drafters.policy import Policy, Tree
     from draftsmith.drafters.sampling import Sampler
-    from draftsmith.drafters.target import Target
+    from draftsmith.drafters.target.target import Target
     from draftsmith.eval.evaluate import evaluate as measure
     from draftsmith.eval.evaluation_table import show
     from draftsmith.recipes.shared import check_room, ngram, read_run, take_prompts

@@ -21,8 +21,8 @@ from draftsmith.drafters.batch import Batch, align, batch_of
 from draftsmith.drafters.errors import UserError, cannot_write
 from draftsmith.drafters.export import Serving
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.source import gguf_file
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.source import gguf_file
+from draftsmith.drafters.target.target import Target
 from draftsmith.recipes import card
 from draftsmith.recipes.card import ReadBack
 from draftsmith.recipes.commands import Export

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.recipes import compare_page
 from draftsmith.recipes.commands import Compare
 from draftsmith.recipes.compare import compare

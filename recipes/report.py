@@ -24,7 +24,7 @@ from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval import report as pages
 from draftsmith.eval import speed
 from draftsmith.eval.evaluate import count_parameters, evaluate, read_texts

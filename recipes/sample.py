@@ -75,7 +75,7 @@ def sample(
 ) -> None:
     """Lets the target answer prompts, turn by turn; or imports answers; or shows samples."""
     from draftsmith.drafters.sampling import Sampler
-    from draftsmith.drafters.target import Target
+    from draftsmith.drafters.target.target import Target
     from draftsmith.recipes import show as shown
     from draftsmith.train import storage
     from draftsmith.train.endpoint import Endpoint, identify

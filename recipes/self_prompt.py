@@ -42,7 +42,7 @@ def self_prompt(
 ) -> None:
     """Lets the target write its own prompts, from its chat template's user turn."""
     from draftsmith.drafters.sampling import Sampler
-    from draftsmith.drafters.target import Target
+    from draftsmith.drafters.target.target import Target
     from draftsmith.train.selfprompt import check, write_prompts
 
     sampler, settings = Sampler(temperature, top_k, top_p), key_values(template or [])

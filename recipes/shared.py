@@ -13,7 +13,7 @@ import yaml
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError, cannot_write
-from draftsmith.drafters.shell import Shell
+from draftsmith.drafters.target.shell import Shell
 from draftsmith.train import checkpoint
 from draftsmith.train.prompts import Prompt, product_prompts
 from draftsmith.train.recipe import Recipe, parse

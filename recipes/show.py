@@ -12,8 +12,8 @@ from rich.text import Text
 from transformers import AutoTokenizer
 
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.source import resolve
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.source import resolve
+from draftsmith.drafters.target.target import Target
 from draftsmith.train import storage
 from draftsmith.train.given import given_rows
 from draftsmith.train.prompts import Prompt

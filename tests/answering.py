@@ -15,7 +15,7 @@ import pytest
 
 import tiny
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.train import endpoint, served
 from draftsmith.train.endpoint import Endpoint

@@ -29,8 +29,8 @@ from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter, Unroll
 from draftsmith.drafters.batch import Batch, align, batch_of
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.source import resolve
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.source import resolve
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.text import Text
 

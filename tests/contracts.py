@@ -21,7 +21,7 @@ from draftsmith.drafters import batch as batches
 from draftsmith.drafters.base import Drafter, Guesses, Policy
 from draftsmith.drafters.batch import Batch, batch_of
 from draftsmith.drafters.sampling import Noise, Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 
 # "mtp" is the recursive module, "mtp chain" one for each depth.
 HEADS = ("eagle", "eagle1", "mtp", "mtp chain", "medusa", "hydra")

@@ -15,7 +15,7 @@ import reference
 import tiny
 from draftsmith.drafters.base import Drafter, family
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.text import Round, Text
 
 VOCAB = 12  # few tokens: bad drafters are right now and then, and prompt lookup finds something

@@ -17,7 +17,7 @@ from draftsmith.drafters.batch import Batch, align, batch_of
 from draftsmith.drafters.export import Serving
 from draftsmith.drafters.layers import BlockConfig
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocab import VocabMap
 
 TEXT = [5, 9, 31, 7, 22, 40, 3, 17, 28, 11]

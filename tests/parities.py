@@ -13,7 +13,7 @@ import toys  # noqa: F401  (registers the toy families)
 from draftsmith.drafters.base import Drafter, family
 from draftsmith.drafters.batch import Batch, align, batch_of
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.text import Text
 from draftsmith.eval.replay import Table, tables
 

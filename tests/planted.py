@@ -24,9 +24,9 @@ from draftsmith.drafters import (
     one_layer,
     small,
 )
-from draftsmith.drafters.attention import Step
 from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.causal_lm import CausalLM, TargetOutput
+from draftsmith.drafters.target.attention import Step
+from draftsmith.drafters.target.causal_lm import CausalLM, TargetOutput
 from draftsmith.eval.decoder import accept
 from draftsmith.eval.enumeration import emitted, error
 

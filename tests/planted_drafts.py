@@ -16,8 +16,8 @@ from draftsmith.drafters import (
     hydra,
     mtp,
 )
-from draftsmith.drafters.attention import Step
-from draftsmith.drafters.causal_lm import CausalLM, TargetOutput
+from draftsmith.drafters.target.attention import Step
+from draftsmith.drafters.target.causal_lm import CausalLM, TargetOutput
 from draftsmith.drafters.vocab import VocabMap
 from draftsmith.eval import rulebook
 from draftsmith.eval.decoder import accept

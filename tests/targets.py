@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import tiny
-from draftsmith.drafters.attention import chain_step, packed_step, tree_shape, tree_step
-from draftsmith.drafters.cache import Slab
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.attention import chain_step, packed_step, tree_shape, tree_step
+from draftsmith.drafters.target.slab import Slab
+from draftsmith.drafters.target.target import Target
 
 L = tiny.LAYERS
 

@@ -28,7 +28,7 @@ import training
 from draftsmith.drafters import base
 from draftsmith.drafters.batch import align
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.recipes import commands, compare, export, report
 from draftsmith.train import __main__ as train
 from draftsmith.train import adapt, adapters, checkpoint, loop, objective, recipe

@@ -19,12 +19,12 @@ import torch
 import tiny
 import training
 from draftsmith.drafters import base
-from draftsmith.drafters import target as target_module
 from draftsmith.drafters.base import Policy
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.policy import StaticTree, Tree
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target import target as target_module
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval import bench, bench_table, roofline, speed, synthetic
 from draftsmith.eval.bench import Asked, Cell, Store, check_memory, full_batches, grid, measure, run
 from draftsmith.eval.decoder.loop import Clock, Decoder

@@ -10,13 +10,13 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import Tensor
 
 import tiny
-from draftsmith.drafters import target as target_module
-from draftsmith.drafters.attention import chain_step
-from draftsmith.drafters.cache import Slab
-from draftsmith.drafters.capture import capture_problem
-from draftsmith.drafters.causal_lm import CausalLM
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target import target as target_module
+from draftsmith.drafters.target.attention import chain_step
+from draftsmith.drafters.target.capture import capture_problem
+from draftsmith.drafters.target.causal_lm import CausalLM
+from draftsmith.drafters.target.slab import Slab
+from draftsmith.drafters.target.target import Target
 from targets import LONGROPE, build_as, close, pair, plain, random_tokens
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}

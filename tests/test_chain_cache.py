@@ -14,14 +14,14 @@ from transformers import DynamicCache
 
 import targets
 import tiny
-from draftsmith.drafters import chain_cache
-from draftsmith.drafters.attention import chain_step
 from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.chain_cache import ChainCache, RowCache
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.small import Small, SmallConfig
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target import chain_cache
+from draftsmith.drafters.target.attention import chain_step
+from draftsmith.drafters.target.chain_cache import ChainCache, RowCache
+from draftsmith.drafters.target.target import Target
 from targets import close, pair, plain, random_tokens
 
 every = pytest.mark.parametrize(

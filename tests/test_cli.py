@@ -22,7 +22,7 @@ import transformers
 import tiny
 import training
 from draftsmith.drafters import base
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.recipes import evaluate as evaluate_recipe
 from front_door import FAULTS, Door, damage, never, run
 from training import World

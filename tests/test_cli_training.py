@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import training
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.train import checkpoint
 from draftsmith.train.reader import Samples

@@ -33,12 +33,12 @@ from decodings import (
     ragged,
 )
 from draftsmith.drafters import grow as grow_module
-from draftsmith.drafters.attention import Step
 from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.grow import draw
 from draftsmith.drafters.sampling import Noise, Purpose, Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.attention import Step
+from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocab import VocabMap
 from draftsmith.eval.decoder import accept
 from draftsmith.eval.decoder.accept import Accepted, Draws

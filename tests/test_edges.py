@@ -11,11 +11,11 @@ import torch
 import contracts as contract
 import tiny
 from decodings import end_tokens
-from draftsmith.drafters import attention, causal_lm
 from draftsmith.drafters.base import Policy, family
 from draftsmith.drafters.ngram import Ngram
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target import attention, causal_lm
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.rehearsal import Rehearsed
 from targets import LONGROPE, build_as

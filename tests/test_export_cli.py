@@ -22,7 +22,7 @@ from draftsmith.drafters import base, foreign
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.recipes import card, cli
 from draftsmith.recipes.commands import Export

@@ -20,7 +20,7 @@ from draftsmith.drafters import base, export, foreign
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.export import Serving
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from exports import BLOCK, EAGLE, TEXT, K, drafter, logits, target_gguf, written
 from places import ROOT
 from targets import LONGROPE, build_as

@@ -19,13 +19,13 @@ import parities as parity
 import tiny
 import tree_checks as trees
 from draftsmith.drafters import grow, one_layer
-from draftsmith.drafters.attention import Step
 from draftsmith.drafters.base import Policy
 from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.cache import Slab
 from draftsmith.drafters.policy import Tree
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.attention import Step
+from draftsmith.drafters.target.slab import Slab
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval import walk
 from draftsmith.eval.certified_texts import text_steps
 from draftsmith.eval.decoder import accept

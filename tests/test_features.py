@@ -27,10 +27,10 @@ pytest.importorskip("datasets")
 
 import tiny
 import training
-from draftsmith.drafters.causal_lm import CausalLM
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.causal_lm import CausalLM
+from draftsmith.drafters.target.target import Target
 from draftsmith.train import __main__ as train
 from draftsmith.train import features, recipe
 from draftsmith.train.features import FeatureCache, stored_taps

@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 import tiny
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.source import resolve
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.source import resolve
+from draftsmith.drafters.target.target import Target
 from draftsmith.recipes import show
 from draftsmith.train import given
 from draftsmith.train.given import masked

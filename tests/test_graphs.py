@@ -20,13 +20,13 @@ from torch.utils._pytree import tree_leaves
 import contracts as contract
 import tiny
 import toys
-from draftsmith.drafters import cache
 from draftsmith.drafters.base import Policy
 from draftsmith.drafters.ngram import NgramState
 from draftsmith.drafters.one_layer import OneLayerState
 from draftsmith.drafters.policy import StaticTree, Tree
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.state import DrafterState
+from draftsmith.drafters.target import slab
 from draftsmith.eval.decoder import graphs, loop
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.round import Rounds
@@ -130,7 +130,7 @@ def both(
 ) -> tuple[list[Any], list[Any]]:
     """Texts decoded eagerly, and from tapes; two calls of each, the second on the first's tapes."""
     patch.setattr(graphs, "capture", capture)
-    patch.setitem(cache._VIEW, "cpu", 16)  # views are outgrown soon
+    patch.setitem(slab._VIEW, "cpu", 16)  # views are outgrown soon
     out = []
     for on in (False, True):
         decoder = Decoder(target, made, policy, graphs=on)
@@ -201,7 +201,7 @@ def test_views_as_wide_as_a_gpu_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt is read before any view is bounded: short texts fit their capacity."""
     made = contract.drafter("eagle")
     monkeypatch.setattr(graphs, "capture", capture)
-    monkeypatch.setitem(cache._VIEW, "cpu", 256)
+    monkeypatch.setitem(slab._VIEW, "cpu", 256)
     monkeypatch.setattr(loop, "_STEP", 256)
     prompts = tiny.prompts(2, 1)
     eager, replayed = (

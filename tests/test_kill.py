@@ -24,7 +24,7 @@ pytest.importorskip("datasets")
 
 import training
 from draftsmith.drafters import base
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.train import checkpoint, storage
 from draftsmith.train.checkpoint import read_metrics
 from training import World, differences

@@ -15,7 +15,7 @@ import tiny
 import training
 from draftsmith.drafters import base
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, loop, lora, recipe
 from draftsmith.train.lora import Lora

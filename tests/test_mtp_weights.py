@@ -26,8 +26,8 @@ import reference_mtp
 import tiny
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.mtp import Mtp, MtpConfig
-from draftsmith.drafters.source import Source
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.source import Source
+from draftsmith.drafters.target.target import Target
 
 H, INNER, KV = 32, 40, 16
 LAYER = {

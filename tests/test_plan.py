@@ -23,7 +23,7 @@ pytest.importorskip("datasets")
 
 from draftsmith.drafters.base import family
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.evaluate import count_parameters
 from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, cost, outline, packing, plan, recipe

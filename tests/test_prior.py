@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("datasets")
 
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocab import most_frequent
 from draftsmith.train import prior
 from draftsmith.train.samples import Samples

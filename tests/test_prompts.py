@@ -9,7 +9,7 @@ import pytest
 
 import tiny
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.train.prompts import Prompt, asked, product_prompts
 from draftsmith.train.template import encode
 

@@ -28,7 +28,7 @@ pytest.importorskip("datasets")
 
 import training
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, features, learner, loop, ranks, storage
 from draftsmith.train.parts import Parts

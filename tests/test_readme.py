@@ -16,7 +16,7 @@ import typer
 
 from draftsmith.drafters import base
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.recipes.cli import app
 from draftsmith.train import recipe
 from places import ROOT

@@ -23,7 +23,7 @@ from draftsmith.drafters.eagle import Eagle
 from draftsmith.drafters.ngram import Ngram, NgramConfig
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.small import Small, SmallConfig
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.text import Text
 from draftsmith.eval.evaluate import read_texts

@@ -23,7 +23,7 @@ from draftsmith.drafters import base
 from draftsmith.drafters.batch import batch_of
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval import acceptance, plots
 from draftsmith.eval import report as pages
 from draftsmith.eval.clocks import Steadiness

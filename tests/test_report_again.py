@@ -21,7 +21,7 @@ pytest.importorskip("datasets")
 
 import training
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval import speed
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.recipes import cli

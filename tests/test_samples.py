@@ -16,8 +16,8 @@ import torch
 import tiny
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.source import Source
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.source import Source
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.text import Text
 from draftsmith.train import storage
 from draftsmith.train.imported import import_answers

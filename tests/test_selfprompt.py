@@ -15,7 +15,7 @@ import pytest
 import tiny
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.recipes.self_prompt import self_prompt
 from draftsmith.train import selfprompt
 from draftsmith.train.reader import Samples

@@ -15,7 +15,7 @@ import pytest
 
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.servers.serving import KINDS
 from draftsmith.recipes import cli
 from draftsmith.recipes.commands import Export

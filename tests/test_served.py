@@ -17,7 +17,7 @@ import tiny
 from answering import COUNT, NEW, Failure, Fake, Fault, questions, rows, sampled, serving
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.train import endpoint, served
 from draftsmith.train.endpoint import Endpoint
 from draftsmith.train.parts import Parts

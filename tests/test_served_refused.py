@@ -23,7 +23,7 @@ import tiny
 from answering import COUNT, Failure, Fake, rows, sampled, serving
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.servers import tools
 from draftsmith.train import endpoint, served
 from draftsmith.train.endpoint import Endpoint

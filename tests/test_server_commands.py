@@ -19,7 +19,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.export import Draft, Serving
 from draftsmith.drafters.export.server import Row
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.source import Source
+from draftsmith.drafters.target.source import Source
 from draftsmith.eval.servers import serving, tools
 from draftsmith.eval.servers.serving import KINDS
 from draftsmith.recipes import cli

@@ -20,7 +20,7 @@ import tiny
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.parity import TIE
 from draftsmith.eval.replay import Table
 from draftsmith.eval.servers import agreement, sampled

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.source import Source
+from draftsmith.drafters.target.source import Source
 from draftsmith.eval.servers import serving, tools
 from draftsmith.eval.servers.check import collect
 from draftsmith.eval.servers.client import Answer, Running

@@ -18,7 +18,7 @@ from draftsmith.drafters import export
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.export import Draft, Serving
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.text import Text
 from draftsmith.eval.servers import serving, tools
 from draftsmith.eval.servers.agreement import compare, replayed

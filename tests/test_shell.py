@@ -15,12 +15,13 @@ from transformers import modeling_utils
 
 import contracts
 import tiny
-from draftsmith.drafters import base, shell
+from draftsmith.drafters import base
 from draftsmith.drafters.batch import align
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.shell import Shell
 from draftsmith.drafters.small import Small, SmallConfig
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target import shell
+from draftsmith.drafters.target.shell import Shell
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.stats import chunk_stats, chunks
 from ggufs import tiny_model, write_gguf
 

@@ -16,11 +16,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers import PreTrainedTokenizerFast as Fast
 
-from draftsmith.drafters import gguf_source
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.source import Source, resolve
-from draftsmith.drafters.tokenizer_hash import template_hash, tokenizer_hash
-from draftsmith.drafters.weight_files import MIB, fingerprint
+from draftsmith.drafters.target import gguf_source
+from draftsmith.drafters.target.source import Source, resolve
+from draftsmith.drafters.target.tokenizer_hash import template_hash, tokenizer_hash
+from draftsmith.drafters.target.weight_files import MIB, fingerprint
 from ggufs import MERGES, SPECIALS, TEMPLATE, tiny_model, vocabulary, write_gguf
 
 
@@ -260,7 +260,7 @@ def test_template_hash() -> None:
     assert template_hash(tokenizer) == "none"
 
 
-CONVERT = "from draftsmith.drafters.source import resolve; print(resolve({!r}).path)"
+CONVERT = "from draftsmith.drafters.target.source import resolve; print(resolve({!r}).path)"
 KILLED_AT_THE_RENAME = """
 import os, pathlib, signal
 pathlib.Path.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)

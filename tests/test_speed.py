@@ -17,7 +17,7 @@ import tiny
 from draftsmith.drafters.base import Policy, family
 from draftsmith.drafters.ngram import Ngram
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval import speed
 from draftsmith.eval.decoder import loop
 from draftsmith.eval.decoder.round import Rounds

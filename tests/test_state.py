@@ -14,9 +14,9 @@ from torch import Tensor
 
 import contracts as contract
 from draftsmith.drafters.base import Policy
-from draftsmith.drafters.cache import Slab
 from draftsmith.drafters.sampling import Noise
 from draftsmith.drafters.state import DrafterState
+from draftsmith.drafters.target.slab import Slab
 from toys import ToyEither, ToyEitherState
 
 CPU = torch.device("cpu")

@@ -21,8 +21,8 @@ pytest.importorskip("datasets")
 import tiny
 import training
 from draftsmith.drafters.batch import Batch, align
-from draftsmith.drafters.causal_lm import CausalLM
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.causal_lm import CausalLM
+from draftsmith.drafters.target.target import Target
 from draftsmith.train import checkpoint, recipe
 from draftsmith.train.audit import audit
 from draftsmith.train.features import FeatureCache

@@ -23,7 +23,7 @@ import tiny
 from draftsmith.drafters.batch import batch_of
 from draftsmith.drafters.policy import StaticTree
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval import static_tree
 from draftsmith.eval.static_tree import best_tree, calibrate, hit_rates
 from draftsmith.recipes import cli

@@ -33,7 +33,7 @@ from contracts import (
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 
 
 @torch.no_grad()

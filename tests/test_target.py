@@ -21,15 +21,15 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 
 import targets
 import tiny
-from draftsmith.drafters import attention, selftest
-from draftsmith.drafters.attention import chain_step, packed_step, tree_shape
 from draftsmith.drafters.batch import batch_of
-from draftsmith.drafters.cache import Slab
-from draftsmith.drafters.causal_lm import CausalLM
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.small import Small, SmallConfig
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target import attention, selftest
+from draftsmith.drafters.target.attention import chain_step, packed_step, tree_shape
+from draftsmith.drafters.target.causal_lm import CausalLM
+from draftsmith.drafters.target.slab import Slab
+from draftsmith.drafters.target.target import Target
 from targets import (
     PARENTS,
     L,

@@ -20,7 +20,7 @@ from accelerate import Accelerator
 pytest.importorskip("datasets")
 
 import training
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.train import __main__ as train
 from draftsmith.train import loop, trackers
 from draftsmith.train.checkpoint import read_metrics

@@ -14,10 +14,10 @@ from torch import Tensor
 import decodings as decoding
 import parities as parity
 import tiny
-from draftsmith.drafters.attention import tree_shape
 from draftsmith.drafters.base import Policy
 from draftsmith.drafters.policy import StaticTree
 from draftsmith.drafters.sampling import Sampler
+from draftsmith.drafters.target.attention import tree_shape
 from draftsmith.eval.decoder import accept
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.parity import compare

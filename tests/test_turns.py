@@ -17,8 +17,8 @@ import torch
 import tiny
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.source import resolve
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.source import resolve
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder import loop
 from draftsmith.train import samples as train_samples
 from draftsmith.train import template

@@ -18,7 +18,7 @@ import training
 from draftsmith.drafters import foreign
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, watch
 from draftsmith.train.loop import Trainer

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.source import Source
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.source import Source
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.text import Text
 

@@ -28,7 +28,7 @@ import tiny
 from draftsmith.drafters import base
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.recipes import card, commands, export
 from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, features, learner, ranks

@@ -24,7 +24,7 @@ from accelerate.utils import parse_flag_from_env
 from draftsmith.drafters.base import family
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.train import adapt, adapters, checkpoint, plan, recipe, storage, trackers
 from draftsmith.train.loop import Trainer
 from draftsmith.train.prompts import Prompt, product_prompts

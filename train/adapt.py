@@ -32,11 +32,11 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from draftsmith.drafters.batch import Alignment, Batch
-from draftsmith.drafters.causal_lm import CausalLM
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Noise
-from draftsmith.drafters.source import Source, resolve
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.causal_lm import CausalLM
+from draftsmith.drafters.target.source import Source, resolve
+from draftsmith.drafters.target.target import Target
 from draftsmith.train import checkpoint, watch
 from draftsmith.train.adapters import Adapters
 from draftsmith.train.loop import Trainer

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftsmith.drafters.causal_lm import CausalLM
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.causal_lm import CausalLM
+from draftsmith.drafters.target.target import Target
 from draftsmith.train.lora import check_rank, inject
 
 

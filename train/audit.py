@@ -18,7 +18,7 @@ from torch import Tensor
 from draftsmith.drafters.batch import batch_of
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler, argmax
-from draftsmith.drafters.shell import Shell
+from draftsmith.drafters.target.shell import Shell
 from draftsmith.train.states import States
 
 Z_LIMIT = 4.0

@@ -9,7 +9,7 @@ from typing import Any
 
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler, not_applied
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.train import storage
 from draftsmith.train.prompts import Prompt
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.train.prompts import Messages, Prompt, Unusable
 from draftsmith.train.template import encoded, rendered
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.servers.http import Away, Failed, Refused, fetch
 from draftsmith.train.prompts import Unusable
 

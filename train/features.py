@@ -31,9 +31,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.causal_lm import Tap
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.causal_lm import Tap
+from draftsmith.drafters.target.target import Target
 from draftsmith.train import checkpoint, record, storage
 from draftsmith.train.packing import Cursor, Stream, collate, teaching
 from draftsmith.train.progress import CountLine

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.shell import Shell
+from draftsmith.drafters.target.shell import Shell
 from draftsmith.train.prompts import Messages, Prompt, Unusable
 from draftsmith.train.sources import Skips
 from draftsmith.train.template import (

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.text import Text
 from draftsmith.eval.report import label
 from draftsmith.train import storage

@@ -23,7 +23,7 @@ from draftsmith.drafters.base import family
 from draftsmith.drafters.batch import Alignment, Batch, align
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Noise
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.train import checkpoint, watch
 from draftsmith.train.lora import Lora
 from draftsmith.train.objective import LOSSES, Objective, backward, denominator, lesson

@@ -21,7 +21,7 @@ from draftsmith.drafters import base
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.provenance import provenance
 from draftsmith.eval.replay import replays
 from draftsmith.train import checkpoint, trackers, watch

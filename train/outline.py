@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.drafters.base import Drafter, family
-from draftsmith.drafters.causal_lm import CausalLM
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.layers import SelfAttention
-from draftsmith.drafters.shell import Shell
-from draftsmith.drafters.source import Source, resolve
+from draftsmith.drafters.target.causal_lm import CausalLM
+from draftsmith.drafters.target.shell import Shell
+from draftsmith.drafters.target.source import Source, resolve
 from draftsmith.train import adapters, storage
 from draftsmith.train.lora import linears
 from draftsmith.train.packing import Stream, teaching

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.train import storage
 from draftsmith.train.audit import TOLERANCE, audit
 from draftsmith.train.states import Computed

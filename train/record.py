@@ -11,7 +11,7 @@ from typing import Any
 
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.train import storage
 from draftsmith.train.parts import Parts
 from draftsmith.train.reader import Samples, dtype_name

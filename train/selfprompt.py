@@ -22,7 +22,7 @@ from typing import Any
 
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.train.prompts import Messages, Prompt
 from draftsmith.train.samples import generate
 from draftsmith.train.template import check_template, control_tokens, encoded, rendered

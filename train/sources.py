@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.source import HUB_ID, HUB_TIMEOUT
+from draftsmith.drafters.target.source import HUB_ID, HUB_TIMEOUT
 from draftsmith.train.prompts import Prompt, Unusable
 from draftsmith.train.rows import SUFFIXES, Fault, Row, read_rows, suffix
 from draftsmith.train.shapes import find_column, given_of, prompt_of, text_of

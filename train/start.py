@@ -9,7 +9,7 @@ from torch import Tensor
 from draftsmith.drafters import foreign
 from draftsmith.drafters.base import Drafter, family
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.shell import Shell
+from draftsmith.drafters.target.shell import Shell
 from draftsmith.train.recipe import Recipe
 
 

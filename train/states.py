@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.causal_lm import Tap
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.causal_lm import Tap
+from draftsmith.drafters.target.target import Target
 
 
 class States(Protocol):

@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, TemplateError, meta
 
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.shell import Shell
+from draftsmith.drafters.target.shell import Shell
 from draftsmith.train.prompts import Prompt, Unusable
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from draftsmith.drafters.eagle1 import Eagle1
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.export.server import D, Serving
 from draftsmith.drafters.layers import BlockConfig
-from draftsmith.drafters.shell import Shell
+from draftsmith.drafters.target.shell import Shell
 
 Form = tuple[dict[str, Any], dict[str, Tensor]]  # config.json, and what model.safetensors holds
 

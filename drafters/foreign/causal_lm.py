@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from draftsmith.drafters.errors import UserError, loading
-from draftsmith.drafters.shell import Shell
 from draftsmith.drafters.small import Small, SmallConfig
+from draftsmith.drafters.target.shell import Shell
 
 
 def read(folder: Path, about: dict[str, Any], target: Shell) -> Small:

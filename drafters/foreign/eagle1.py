@@ -14,7 +14,7 @@ from draftsmith.drafters.eagle1 import Eagle1, Eagle1Config
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.foreign.eagle3 import layer, llama_block
 from draftsmith.drafters.foreign.files import Tensors
-from draftsmith.drafters.shell import Shell
+from draftsmith.drafters.target.shell import Shell
 
 
 def read(folder: Path, about: dict[str, Any], target: Shell) -> Eagle1:

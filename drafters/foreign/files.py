@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftsmith.drafters.errors import UserError, reason
-from draftsmith.drafters.shell import Shell
+from draftsmith.drafters.target.shell import Shell
 
 PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt")
 # What torch.load raises for an empty file, one cut short, and one that is no pickle.

@@ -22,7 +22,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.foreign import causal_lm
 from draftsmith.drafters.foreign.files import Settings, gguf_in, same_embeddings
 from draftsmith.drafters.layers import BlockConfig
-from draftsmith.drafters.shell import Shell
+from draftsmith.drafters.target.shell import Shell
 
 _BLOCK = {
     "attn_norm": "input_layernorm",

@@ -19,7 +19,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.foreign.files import Tensors
 from draftsmith.drafters.heads import HeadsConfig
 from draftsmith.drafters.medusa import Medusa
-from draftsmith.drafters.shell import Shell
+from draftsmith.drafters.target.shell import Shell
 
 
 def read(folder: Path, about: dict[str, Any], target: Shell) -> Medusa:

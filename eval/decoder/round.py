@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.drafters.attention import chain_step, tree_shape, tree_step
 from draftsmith.drafters.base import Drafter, Policy
-from draftsmith.drafters.cache import Slab
-from draftsmith.drafters.chain_cache import ChainCache
 from draftsmith.drafters.grow import Proposal
 from draftsmith.drafters.sampling import Noise, Purpose, Sampler, argmax, pick
 from draftsmith.drafters.state import DrafterState
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.attention import chain_step, tree_shape, tree_step
+from draftsmith.drafters.target.chain_cache import ChainCache
+from draftsmith.drafters.target.slab import Slab
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder import accept
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from draftsmith.drafters.shell import Shell
+from draftsmith.drafters.target.shell import Shell
 
 
 class Round(NamedTuple):

@@ -20,7 +20,7 @@ import torch
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import batch_of
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance import tau
 from draftsmith.eval.decoder.text import Text
 from draftsmith.eval.evaluate import read_texts

@@ -7,7 +7,7 @@ from typing import Any
 
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.clocks import Steadiness, spread
 from draftsmith.eval.parity import TIE
 from draftsmith.eval.servers import sampled

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.export.server import Draft, Server
-from draftsmith.drafters.source import Source
+from draftsmith.drafters.target.source import Source
 from draftsmith.eval.servers import http
 from draftsmith.eval.servers.counters import Counters, parse
 from draftsmith.eval.servers.process import Child

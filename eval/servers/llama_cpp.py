@@ -13,7 +13,7 @@ from pathlib import Path
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.export import llama_cpp
 from draftsmith.drafters.export.server import Draft
-from draftsmith.drafters.source import Source
+from draftsmith.drafters.target.source import Source
 from draftsmith.eval.servers import tools
 from draftsmith.eval.servers.client import Kind
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.export import Draft, check_family
-from draftsmith.drafters.source import Source
+from draftsmith.drafters.target.source import Source
 from draftsmith.eval.servers.client import Kind, Running
 from draftsmith.eval.servers.llama_cpp import LLAMA_CPP
 from draftsmith.eval.servers.process import started

@@ -9,7 +9,7 @@ import uuid
 from pathlib import Path
 
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.source import Source
+from draftsmith.drafters.target.source import Source
 
 
 def folder() -> Path:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.drafters.errors import LOAD_ERRORS, model_error, reason
-from draftsmith.drafters.weight_files import MIB, fingerprint
+from draftsmith.drafters.target.weight_files import MIB, fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ def _convert(spec: str, file: Path, out: Path, fields: dict[str, int], body: boo
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import quantization_config
 
-    from draftsmith.drafters.causal_lm import cut
+    from draftsmith.drafters.target.causal_lm import cut
 
     how: dict[str, Any] = {"dtype": torch.float32}
     if hasattr(quantization_config, "GgufConfig"):

@@ -16,10 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.drafters.attention import attend_by, chain_step, packed_step, tree_shape, tree_step
-from draftsmith.drafters.cache import Slab
-from draftsmith.drafters.causal_lm import CausalLM
-from draftsmith.drafters.chain_cache import ChainCache
+from draftsmith.drafters.target.attention import (
+    attend_by,
+    chain_step,
+    packed_step,
+    tree_shape,
+    tree_step,
+)
+from draftsmith.drafters.target.causal_lm import CausalLM
+from draftsmith.drafters.target.chain_cache import ChainCache
+from draftsmith.drafters.target.slab import Slab
 
 PROMPT = 9  # tokens; the root is the next
 ROOM = PROMPT + 6  # slots that `slab_gap` needs

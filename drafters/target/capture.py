@@ -11,9 +11,9 @@ import logging
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from draftsmith.drafters.attention import tree_shape, tree_step
-from draftsmith.drafters.cache import Slab
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.attention import tree_shape, tree_step
+from draftsmith.drafters.target.slab import Slab
+from draftsmith.drafters.target.target import Target
 
 
 @torch.no_grad()

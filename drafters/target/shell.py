@@ -18,12 +18,12 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from draftsmith.drafters import selftest
-from draftsmith.drafters.attention import quiet
-from draftsmith.drafters.causal_lm import CausalLM, Ends, cut
 from draftsmith.drafters.errors import UserError, loading
-from draftsmith.drafters.source import Source, resolve
-from draftsmith.drafters.tokenizer_hash import template_hash, tokenizer_hash
+from draftsmith.drafters.target import selftest
+from draftsmith.drafters.target.attention import quiet
+from draftsmith.drafters.target.causal_lm import CausalLM, Ends, cut
+from draftsmith.drafters.target.source import Source, resolve
+from draftsmith.drafters.target.tokenizer_hash import template_hash, tokenizer_hash
 
 
 class Shell(Ends):

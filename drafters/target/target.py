@@ -19,15 +19,15 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import logging as transformers_logging
 
-from draftsmith.drafters import selftest
-from draftsmith.drafters.attention import Step, attend_by, packed_step
 from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.cache import Slab
-from draftsmith.drafters.causal_lm import CausalLM, Tap, TargetOutput
-from draftsmith.drafters.chain_cache import ChainCache, RowCache
 from draftsmith.drafters.errors import UserError, loading
-from draftsmith.drafters.shell import Shell, defaults, needs_own_attention
-from draftsmith.drafters.source import Source, resolve
+from draftsmith.drafters.target import selftest
+from draftsmith.drafters.target.attention import Step, attend_by, packed_step
+from draftsmith.drafters.target.causal_lm import CausalLM, Tap, TargetOutput
+from draftsmith.drafters.target.chain_cache import ChainCache, RowCache
+from draftsmith.drafters.target.shell import Shell, defaults, needs_own_attention
+from draftsmith.drafters.target.slab import Slab
+from draftsmith.drafters.target.source import Source, resolve
 
 logger = logging.getLogger(__name__)
 

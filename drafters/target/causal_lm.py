@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftsmith.drafters import attention
-from draftsmith.drafters.attention import Step
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.target import attention
+from draftsmith.drafters.target.attention import Step
 
 Tap = int | str
 

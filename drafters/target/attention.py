@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils import logging as transformers_logging
 
-from draftsmith.drafters.cache import Slab
-from draftsmith.drafters.chain_cache import ChainCache, RowCache
+from draftsmith.drafters.target.chain_cache import ChainCache, RowCache
+from draftsmith.drafters.target.slab import Slab
 
 NAME = "draftsmith"
 _PACK = 16  # up to this width GQA groups are packed into the query axis

@@ -1,0 +1,1 @@
+"""The frozen target: how it is found, loaded, read, checked; its shell alone; its caches."""

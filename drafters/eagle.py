@@ -20,9 +20,16 @@ from torch import Tensor, nn
 
 from draftsmith.drafters.base import DrafterConfig, entry, register
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.layers import MLP, Block, BlockConfig, RMSNorm, SelfAttention, init_weights
-from draftsmith.drafters.one_layer import OneLayer, OneLayerState
-from draftsmith.drafters.reduced import DraftVocab, ReducedVocab
+from draftsmith.drafters.parts.layers import (
+    MLP,
+    Block,
+    BlockConfig,
+    RMSNorm,
+    SelfAttention,
+    init_weights,
+)
+from draftsmith.drafters.parts.one_layer import OneLayer, OneLayerState
+from draftsmith.drafters.parts.reduced import DraftVocab, ReducedVocab
 from draftsmith.drafters.target.causal_lm import Tap
 from draftsmith.drafters.target.shell import Shell
 

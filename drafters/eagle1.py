@@ -22,8 +22,15 @@ from torch import Tensor, nn
 
 from draftsmith.drafters.base import DrafterConfig, Unroll, entry, register
 from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.layers import MLP, Block, BlockConfig, RMSNorm, SelfAttention, init_weights
-from draftsmith.drafters.one_layer import OneLayer
+from draftsmith.drafters.parts.layers import (
+    MLP,
+    Block,
+    BlockConfig,
+    RMSNorm,
+    SelfAttention,
+    init_weights,
+)
+from draftsmith.drafters.parts.one_layer import OneLayer
 from draftsmith.drafters.target.shell import Shell
 
 

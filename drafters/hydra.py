@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.drafters.base import register
-from draftsmith.drafters.heads import Heads, zeroed
+from draftsmith.drafters.parts.heads import Heads, zeroed
 
 
 class JoinBlock(nn.Module):

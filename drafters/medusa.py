@@ -17,7 +17,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from draftsmith.drafters.base import register
-from draftsmith.drafters.heads import Heads, ResidualBlock
+from draftsmith.drafters.parts.heads import Heads, ResidualBlock
 
 
 @register

@@ -30,12 +30,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftsmith.drafters import mtp_weights
 from draftsmith.drafters.base import Drafter, DrafterConfig, State, Unroll, entry, register, rows_of
 from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.grow import Proposal, grow
-from draftsmith.drafters.layers import MLP, Block, BlockConfig, RMSNorm, SelfAttention, init_weights
-from draftsmith.drafters.one_layer import OneLayer, OneLayerState, last_state
+from draftsmith.drafters.parts import mtp_weights
+from draftsmith.drafters.parts.layers import (
+    MLP,
+    Block,
+    BlockConfig,
+    RMSNorm,
+    SelfAttention,
+    init_weights,
+)
+from draftsmith.drafters.parts.one_layer import OneLayer, OneLayerState, last_state
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.state import DrafterState

@@ -15,7 +15,7 @@ from draftsmith.drafters import base, export
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch, align, batch_of
 from draftsmith.drafters.export import Serving
-from draftsmith.drafters.layers import BlockConfig
+from draftsmith.drafters.parts.layers import BlockConfig
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocab import VocabMap

@@ -13,18 +13,9 @@ from torch import Tensor, nn
 
 import laws_of_drafts
 import toys
-from draftsmith.drafters import (
-    batch,
-    eagle,
-    eagle1,
-    hydra,
-    medusa,
-    mtp,
-    ngram,
-    one_layer,
-    small,
-)
+from draftsmith.drafters import batch, eagle, eagle1, hydra, medusa, mtp, ngram, small
 from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.parts import one_layer
 from draftsmith.drafters.target.attention import Step
 from draftsmith.drafters.target.causal_lm import CausalLM, TargetOutput
 from draftsmith.eval.decoder import accept

@@ -9,13 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.drafters import (
-    eagle,
-    eagle1,
-    heads,
-    hydra,
-    mtp,
-)
+from draftsmith.drafters import eagle, eagle1, hydra, mtp
+from draftsmith.drafters.parts import heads
 from draftsmith.drafters.target.attention import Step
 from draftsmith.drafters.target.causal_lm import CausalLM, TargetOutput
 from draftsmith.drafters.vocab import VocabMap

@@ -39,7 +39,7 @@ from draftsmith.drafters import batch as batches
 from draftsmith.drafters.base import Policy
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.layers import BlockConfig
+from draftsmith.drafters.parts.layers import BlockConfig
 from draftsmith.drafters.sampling import Noise, Sampler
 
 CASES = [(PLAIN, f) for f in tiny.FAMILIES] + [(Sampler(0.0), f) for f in tiny.FAMILIES]

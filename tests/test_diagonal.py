@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tiny
-from draftsmith.drafters import diagonal, one_layer
 from draftsmith.drafters.batch import align
-from draftsmith.drafters.diagonal import causal_and_diagonal, dense
+from draftsmith.drafters.parts import diagonal, one_layer
+from draftsmith.drafters.parts.diagonal import causal_and_diagonal, dense
 from objectives import drafter, packed
 
 Attend = Callable[..., Tensor]

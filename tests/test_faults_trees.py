@@ -18,9 +18,10 @@ import decodings as decoding
 import parities as parity
 import tiny
 import tree_checks as trees
-from draftsmith.drafters import grow, one_layer
+from draftsmith.drafters import grow
 from draftsmith.drafters.base import Policy
 from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.parts import one_layer
 from draftsmith.drafters.policy import Tree
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.attention import Step

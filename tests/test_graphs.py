@@ -22,7 +22,7 @@ import tiny
 import toys
 from draftsmith.drafters.base import Policy
 from draftsmith.drafters.ngram import NgramState
-from draftsmith.drafters.one_layer import OneLayerState
+from draftsmith.drafters.parts.one_layer import OneLayerState
 from draftsmith.drafters.policy import StaticTree, Tree
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.state import DrafterState

@@ -16,7 +16,7 @@ from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter, Policy, Proposal, Unroll, rows_of
 from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.grow import from_states, grow
-from draftsmith.drafters.layers import BlockConfig, RMSNorm, SelfAttention, init_weights
+from draftsmith.drafters.parts.layers import BlockConfig, RMSNorm, SelfAttention, init_weights
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.state import DrafterState
 from draftsmith.drafters.target.slab import Slab

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.drafters.base import Drafter, family
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.layers import SelfAttention
+from draftsmith.drafters.parts.layers import SelfAttention
 from draftsmith.drafters.target.causal_lm import CausalLM
 from draftsmith.drafters.target.shell import Shell
 from draftsmith.drafters.target.source import Source, resolve

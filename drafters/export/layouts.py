@@ -19,7 +19,7 @@ from draftsmith.drafters.eagle import Eagle
 from draftsmith.drafters.eagle1 import Eagle1
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.export.server import D, Serving
-from draftsmith.drafters.layers import BlockConfig
+from draftsmith.drafters.parts.layers import BlockConfig
 from draftsmith.drafters.target.shell import Shell
 
 Form = tuple[dict[str, Any], dict[str, Tensor]]  # config.json, and what model.safetensors holds

@@ -18,7 +18,7 @@ from draftsmith.drafters import base
 from draftsmith.drafters.eagle import Eagle, EagleConfig
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.foreign.files import Tensors
-from draftsmith.drafters.layers import BlockConfig
+from draftsmith.drafters.parts.layers import BlockConfig
 from draftsmith.drafters.target.shell import Shell
 from draftsmith.drafters.vocab import VocabMap
 

@@ -21,7 +21,7 @@ from draftsmith.drafters.eagle import Eagle, EagleConfig
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.foreign import causal_lm
 from draftsmith.drafters.foreign.files import Settings, gguf_in, same_embeddings
-from draftsmith.drafters.layers import BlockConfig
+from draftsmith.drafters.parts.layers import BlockConfig
 from draftsmith.drafters.target.shell import Shell
 
 _BLOCK = {

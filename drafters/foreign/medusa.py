@@ -17,8 +17,8 @@ from torch import Tensor
 from draftsmith.drafters import base
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.foreign.files import Tensors
-from draftsmith.drafters.heads import HeadsConfig
 from draftsmith.drafters.medusa import Medusa
+from draftsmith.drafters.parts.heads import HeadsConfig
 from draftsmith.drafters.target.shell import Shell
 
 

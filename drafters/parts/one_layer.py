@@ -24,9 +24,9 @@ from torch import Tensor
 
 from draftsmith.drafters.base import Drafter, Policy, Proposal, Unroll, rows_of
 from draftsmith.drafters.batch import Alignment, Batch
-from draftsmith.drafters.diagonal import causal_and_diagonal
 from draftsmith.drafters.grow import grow
-from draftsmith.drafters.layers import SelfAttention
+from draftsmith.drafters.parts.diagonal import causal_and_diagonal
+from draftsmith.drafters.parts.layers import SelfAttention
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.state import DrafterState
 from draftsmith.drafters.target.attention import tree_seen

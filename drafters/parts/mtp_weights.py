@@ -25,7 +25,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.layers import BlockConfig
+from draftsmith.drafters.parts.layers import BlockConfig
 from draftsmith.drafters.target.shell import Shell
 
 _WANTED = {

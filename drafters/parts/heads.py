@@ -21,8 +21,8 @@ from draftsmith.drafters.base import DrafterConfig, Policy, Proposal, Unroll, en
 from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.grow import grow
-from draftsmith.drafters.one_layer import last_state
-from draftsmith.drafters.reduced import DraftVocab, ReducedVocab
+from draftsmith.drafters.parts.one_layer import last_state
+from draftsmith.drafters.parts.reduced import DraftVocab, ReducedVocab
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.state import DrafterState
 from draftsmith.drafters.target.shell import Shell

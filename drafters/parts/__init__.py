@@ -1,0 +1,1 @@
+"""What several drafter families share: layers, attention, heads."""

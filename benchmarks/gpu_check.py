@@ -35,8 +35,9 @@ from draftsmith.drafters.batch import Batch, align, batch_of
 from draftsmith.drafters.policy import Tree
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval import bench, bench_table, clocks, laws, rowwise, synthetic
+from draftsmith.eval import bench, bench_table, clocks, synthetic
 from draftsmith.eval.decoder.loop import Decoder
+from draftsmith.eval.overlap import divergences, rowwise
 from draftsmith.eval.provenance import provenance
 
 SECONDS = 8 * 60.0
@@ -222,7 +223,7 @@ def compiled(check: Check) -> dict[str, Any]:
         found[loss] = {"gap": gap, "seconds": seconds[1], "seconds_compiled": seconds[3]}
         if check.left < 0:
             raise Overrun
-    if laws.measure.failed or laws.slope.failed or laws.law_of_kept.failed:
+    if divergences.measure.failed or divergences.slope.failed or divergences.law_of_kept.failed:
         raise AssertionError(f"not compiled, see the log: {found}")
     if not all(f["gap"] < 1e-4 for f in found.values()):
         raise AssertionError(f"gradients differ: {found}")

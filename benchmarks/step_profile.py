@@ -31,7 +31,7 @@ from accelerate import Accelerator
 from common import HERE, cell, markdown
 
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval import stats
+from draftsmith.eval.overlap import row_stats
 from draftsmith.train import objective, recipe
 from draftsmith.train.loop import Trainer
 from draftsmith.train.samples import Samples
@@ -93,7 +93,7 @@ def profile(trainer: Trainer, steps: int) -> dict[str, Any]:
         (drafter, "unroll", "draft layers forward"),
         (drafter, "logits", "draft head forward"),
         (objective, "chunk_stats", "divergence"),
-        (stats._Stats, "backward", "its gradient"),
+        (row_stats._Stats, "backward", "its gradient"),
         (torch.Tensor, "backward", _backward),
         (trainer.optimizer, "step", "optimizer"),
         (torch.nn.utils, "get_total_norm", "optimizer"),

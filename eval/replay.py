@@ -32,7 +32,7 @@ from draftsmith.eval.acceptance import (
     expected_tau,
     repetitive,
 )
-from draftsmith.eval.stats import chunk_stats, chunks, unrolls
+from draftsmith.eval.overlap.row_stats import chunk_stats, chunks, unrolls
 
 # Anchors (B, A), padded with -1, and what a Table holds of each: weight, limit (B, A) and gap.
 Stretch = tuple[Tensor, Tensor, Tensor, Tensor]

@@ -13,8 +13,8 @@ import tiny
 from draftsmith.drafters.base import Drafter, Unroll
 from draftsmith.drafters.batch import Alignment, Batch, all_anchors
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.eval import stats
 from draftsmith.eval.candidates import diagnose, ranks
+from draftsmith.eval.overlap import row_stats
 from draftsmith.eval.replay import Table, tables
 from replays import CHAT, SAMPLERS, drafter, flags
 
@@ -36,7 +36,7 @@ def packed(name: str, sampler: Sampler) -> tuple[Drafter, Batch]:
 def sliced(patch: pytest.MonkeyPatch, call: Callable[[], list[Table]]) -> list[Table]:
     """What is found with two anchors of each row at a time."""
     with patch.context() as small:
-        small.setattr(stats, "CELLS", 2 * 2 * K + 1)
+        small.setattr(row_stats, "CELLS", 2 * 2 * K + 1)
         return call()
 
 
@@ -67,7 +67,7 @@ def test_slices_change_nothing(
 def test_slices_against_float64_laws(
     name: str, sampler_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stats, "CELLS", 2 * K)
+    monkeypatch.setattr(row_stats, "CELLS", 2 * K)
     replays.check_ratios(name, "Llama", sampler_name)
 
 
@@ -75,7 +75,7 @@ def test_slices_against_float64_laws(
 def test_the_diagnosis_of_slices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made, batch = packed(name, SAMPLERS["plain"])
     whole = diagnose(made, [batch, batch], K)
-    monkeypatch.setattr(stats, "CELLS", 2 * 2 * K)
+    monkeypatch.setattr(row_stats, "CELLS", 2 * 2 * K)
     found = diagnose(made, [batch, batch], K)
     assert found["recall"] == {w: pytest.approx(each) for w, each in whole["recall"].items()}
     assert found["oracle_tau"] == pytest.approx(whole["oracle_tau"])
@@ -95,7 +95,7 @@ def test_hidden_states_of_a_slice_alone(name: str, monkeypatch: pytest.MonkeyPat
         return out
 
     monkeypatch.setattr(type(made), "unroll", noted)
-    monkeypatch.setattr(stats, "CELLS", limit := 4 * 2 * K)
+    monkeypatch.setattr(row_stats, "CELLS", limit := 4 * 2 * K)
     tables(made, batch, K)
     if made.rows_shared:
         assert len(sizes) == 1 and sizes[0] <= batch.tokens.numel()
@@ -128,7 +128,7 @@ def test_wrong_slices_are_noticed(
 def test_any_number_of_cells() -> None:
     """One anchor of each row at least, and each once."""
     _, batch = packed("ngram", SAMPLERS["plain"])
-    whole = stats.align(batch, K)
+    whole = row_stats.align(batch, K)
     for cells in (1, 13, 10_000):
         parts = list(whole.split(cells))
         assert torch.cat([part.label for part in parts], 1).equal(whole.label)

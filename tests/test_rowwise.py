@@ -17,10 +17,10 @@ from torch import Tensor
 
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.vocab import VocabMap
-from draftsmith.eval import laws, rowwise
-from draftsmith.eval.laws import DIVERGENCES
-from draftsmith.eval.rowwise import RowWise
-from draftsmith.eval.stats import row_stats
+from draftsmith.eval.overlap import divergences, rowwise
+from draftsmith.eval.overlap.divergences import DIVERGENCES
+from draftsmith.eval.overlap.row_stats import row_stats
+from draftsmith.eval.overlap.rowwise import RowWise
 
 V = 96
 FULL, REDUCED = VocabMap(V), VocabMap(V, torch.arange(0, V, 3))
@@ -59,11 +59,11 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> None:
 @pytest.fixture
 def afresh(monkeypatch: pytest.MonkeyPatch) -> dict[str, RowWise]:
     """The functions of laws.py as if nothing had run, by name."""
-    made = {name: RowWise(getattr(laws, name).function) for name in FUNCTIONS}
+    made = {name: RowWise(getattr(divergences, name).function) for name in FUNCTIONS}
     for name, function in made.items():
-        monkeypatch.setattr(laws, name, function)
+        monkeypatch.setattr(divergences, name, function)
         if name != "law_of_kept":
-            monkeypatch.setattr(f"draftsmith.eval.stats.{name}", function)
+            monkeypatch.setattr(f"draftsmith.eval.overlap.row_stats.{name}", function)
     return made
 
 
@@ -82,11 +82,11 @@ def test_blocks_change_nothing(
 
 def test_rows_that_are_not_their_own_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: a block's rows read the first block's positions."""
-    plain = laws.measure.function
+    plain = divergences.measure.function
     whole = found(23, FULL, Sampler())
     monkeypatch.setattr(rowwise, "BLOCK", 5 * V // torch.get_num_threads())
     fault = RowWise(lambda rows, *rest: plain((rows[0], rows[1] * 0, rows[2]), *rest))
-    monkeypatch.setattr("draftsmith.eval.stats.measure", fault)
+    monkeypatch.setattr("draftsmith.eval.overlap.row_stats.measure", fault)
     with pytest.raises(AssertionError):
         same(found(23, FULL, Sampler()), whole)
 

@@ -22,7 +22,7 @@ from draftsmith.drafters.small import Small, SmallConfig
 from draftsmith.drafters.target import shell
 from draftsmith.drafters.target.shell import Shell
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval.stats import chunk_stats, chunks
+from draftsmith.eval.overlap.row_stats import chunk_stats, chunks
 from ggufs import tiny_model, write_gguf
 
 LAYER = ".layers."

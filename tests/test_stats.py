@@ -24,8 +24,8 @@ from draftsmith.drafters.batch import Alignment, Batch, align
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.vocab import VocabMap
 from draftsmith.eval import replay
-from draftsmith.eval.laws import DIVERGENCES, TOP
-from draftsmith.eval.stats import RowStats, chunk_stats, chunks, row_stats
+from draftsmith.eval.overlap.divergences import DIVERGENCES, TOP
+from draftsmith.eval.overlap.row_stats import RowStats, chunk_stats, chunks, row_stats
 
 V = tiny.VOCAB
 SAMPLERS = {

@@ -13,8 +13,8 @@ import psutil
 import torch
 from torch import Tensor
 
+from draftsmith.eval.overlap.row_stats import CELLS
 from draftsmith.eval.replay import ROWS
-from draftsmith.eval.stats import CELLS
 from draftsmith.train import checkpoint, features, storage
 from draftsmith.train.outline import Outline, Texts
 from draftsmith.train.pace import Pace
@@ -100,7 +100,7 @@ def _longest(lengths: Tensor, count: int) -> int:
 
 def _logits(m: int, n: int, V: int, Vd: int) -> int:
     """Numbers alive at once: the target's laws at m positions, the drafter's in n rows and their
-    gradients, and its laws where the sampler cuts them (counted in eval/laws.py, checked by
+    gradients, and its laws where the sampler cuts them (counted in eval/overlap/divergences.py, checked by
     benchmarks/objective_memory.py)."""
     return 4 * m * V + 3 * n * Vd
 

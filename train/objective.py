@@ -18,7 +18,7 @@ from torch import Tensor
 from draftsmith.drafters.base import Drafter, Guesses, Unroll
 from draftsmith.drafters.batch import Alignment, Batch, align
 from draftsmith.drafters.sampling import Noise, Purpose
-from draftsmith.eval.stats import Chunk, chunk_stats, chunks
+from draftsmith.eval.overlap.row_stats import Chunk, chunk_stats, chunks
 from draftsmith.train.passes import passes
 from draftsmith.train.weights import DepthWeights, Running, Sums, reached
 

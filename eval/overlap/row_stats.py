@@ -20,7 +20,7 @@ from draftsmith.drafters.batch import Alignment, Batch, align
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.shell import Shell
 from draftsmith.drafters.vocab import VocabMap
-from draftsmith.eval.laws import TargetLaw, measure, slope
+from draftsmith.eval.overlap.divergences import TargetLaw, measure, slope
 
 CELLS = 1 << 14  # of (anchor, depth) whose hidden states are alive at a time
 

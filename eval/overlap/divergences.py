@@ -25,7 +25,7 @@ from torch import Tensor
 
 from draftsmith.drafters.sampling import Sampler, argmax
 from draftsmith.drafters.vocab import VocabMap
-from draftsmith.eval.rowwise import RowWise
+from draftsmith.eval.overlap.rowwise import RowWise
 
 DIVERGENCES = ("ce", "kl", "rkl", "jsd", "top_k")
 TOP = 10  # tokens of HASS's top-k term

@@ -1,0 +1,1 @@
+"""The target's p against the drafter's q, row by row, in chunks."""

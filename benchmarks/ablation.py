@@ -31,7 +31,7 @@ from draftsmith.drafters import base
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval.replay import moments, replay
+from draftsmith.eval.acceptance.replay import moments, replay
 from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, recipe
 from draftsmith.train.loop import Trainer

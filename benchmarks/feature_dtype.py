@@ -22,7 +22,7 @@ from torch import Tensor
 from draftsmith.drafters import base
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval.replay import replay
+from draftsmith.eval.acceptance.replay import replay
 from draftsmith.train import recipe
 from draftsmith.train.packing import collate
 from draftsmith.train.samples import Samples

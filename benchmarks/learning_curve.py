@@ -24,7 +24,7 @@ from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter, DrafterConfig, Unroll, rows_of
 from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval.replay import replay
+from draftsmith.eval.acceptance.replay import replay
 from draftsmith.train.checkpoint import read_metrics
 from draftsmith.train.packing import collate
 from draftsmith.train.recipe import Recipe, load

@@ -22,9 +22,9 @@ from draftsmith.drafters import base
 from draftsmith.drafters.base import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
+from draftsmith.eval.acceptance.replay import replay
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.evaluate import read_texts
-from draftsmith.eval.replay import replay
 from draftsmith.train.sources import read_prompts
 from draftsmith.train.template import encode
 

@@ -32,7 +32,7 @@ from draftsmith.drafters import base
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval.replay import replay
+from draftsmith.eval.acceptance.replay import replay
 from draftsmith.train import checkpoint, recipe, storage
 from draftsmith.train.imported import import_given
 from draftsmith.train.loop import Trainer

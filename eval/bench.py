@@ -26,7 +26,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval import roofline, synthetic
-from draftsmith.eval.acceptance import counted_tau
+from draftsmith.eval.acceptance.intervals import counted_tau
 from draftsmith.eval.clocks import Steadiness, Turn, in_turns, spread_of_rounds
 from draftsmith.eval.decoder.loop import Clock, Decoder
 from draftsmith.eval.decoder.text import Text

@@ -13,9 +13,9 @@ from draftsmith.drafters.sampling import Noise, Purpose, Sampler, pick
 from draftsmith.drafters.target.attention import chain_step
 from draftsmith.drafters.target.slab import Slab
 from draftsmith.drafters.target.target import Target
+from draftsmith.eval.acceptance.parity import TIE
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.text import Text, end_token
-from draftsmith.eval.parity import TIE
 from draftsmith.eval.rehearsal import Rehearsed
 from draftsmith.eval.subject import (
     GREEDY,

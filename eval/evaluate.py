@@ -15,7 +15,7 @@ from draftsmith.drafters.batch import Batch, batch_of
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval.acceptance import (
+from draftsmith.eval.acceptance.intervals import (
     Acceptance,
     Part,
     acceptance,
@@ -23,14 +23,14 @@ from draftsmith.eval.acceptance import (
     counted_tau,
     repetitive,
 )
+from draftsmith.eval.acceptance.parity import Parity, compare, compare_trees, counts
+from draftsmith.eval.acceptance.replay import replay
+from draftsmith.eval.acceptance.walk import walk
 from draftsmith.eval.clocks import Steadiness, Turn, in_turns, spread_of_rounds
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.text import Text
-from draftsmith.eval.parity import Parity, compare, compare_trees, counts
 from draftsmith.eval.provenance import provenance
-from draftsmith.eval.replay import replay
 from draftsmith.eval.speed import Costs, break_even, speedup
-from draftsmith.eval.walk import walk
 
 Progress = Callable[[str, int, int], None]
 SIDES = ("speculative", "baseline")

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
+from draftsmith.eval.acceptance.parity import Parity
 from draftsmith.eval.evaluate import Evaluation
-from draftsmith.eval.parity import Parity
 from draftsmith.eval.report import adapted, interval
 
 

@@ -15,8 +15,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.eval import acceptance, clocks, plots, speed
-from draftsmith.eval.parity import TIE, Z_BOUND
+from draftsmith.eval import clocks, plots, speed
+from draftsmith.eval.acceptance import intervals
+from draftsmith.eval.acceptance.parity import TIE, Z_BOUND
 from draftsmith.eval.speed import Costs, Drafting
 
 Report = dict[str, Any]
@@ -60,11 +61,11 @@ def assemble(
     found = best["replay"]
     return about | {
         "method": {
-            "interval": acceptance.INTERVAL,
-            "resamples": acceptance.RESAMPLES,
-            "few": acceptance.FEW,
-            "ngram": acceptance.NGRAM,
-            "repetitive_share": acceptance.REPETITIVE,
+            "interval": intervals.INTERVAL,
+            "resamples": intervals.RESAMPLES,
+            "few": intervals.FEW,
+            "ngram": intervals.NGRAM,
+            "repetitive_share": intervals.REPETITIVE,
             "z_bound": Z_BOUND,
             "tie_gap": TIE,
         },

@@ -10,7 +10,7 @@ from draftsmith.drafters.grow import Proposal
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval.acceptance import counted_tau
+from draftsmith.eval.acceptance.intervals import counted_tau
 from draftsmith.eval.decoder.loop import Decoder
 
 

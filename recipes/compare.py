@@ -24,12 +24,12 @@ from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval import speed
-from draftsmith.eval.acceptance import expected_tau
-from draftsmith.eval.candidates import diagnose
+from draftsmith.eval.acceptance.intervals import expected_tau
+from draftsmith.eval.acceptance.recall import diagnose
+from draftsmith.eval.acceptance.replay import replay, reported
 from draftsmith.eval.clocks import Steadiness, spread, worst
 from draftsmith.eval.evaluate import count_parameters, evaluate, read_texts
 from draftsmith.eval.provenance import provenance
-from draftsmith.eval.replay import replay, reported
 from draftsmith.eval.report import drafting_of, label
 from draftsmith.recipes import compare_page
 from draftsmith.recipes.commands import Compare

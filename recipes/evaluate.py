@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from draftsmith.drafters.base import Drafter
     from draftsmith.drafters.policy import Policy
     from draftsmith.drafters.target.target import Target
-    from draftsmith.eval.static_tree import Calibrated
+    from draftsmith.eval.acceptance.static_tree import Calibrated
     from draftsmith.train.recipe import Recipe
 
 commands = typer.Typer()
@@ -151,7 +151,7 @@ def _calibrated(
     run: Path, recipe: Recipe, target: Target, drafter: Drafter, policy: Policy
 ) -> Calibrated:
     """The best static tree of the policy's depth and nodes. Raises UserError as samples do."""
-    from draftsmith.eval.static_tree import calibrate
+    from draftsmith.eval.acceptance.static_tree import calibrate
     from draftsmith.recipes.shared import samples_of
     from draftsmith.train.packing import alone, collate
     from draftsmith.train.samples import Samples

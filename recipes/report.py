@@ -27,9 +27,9 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval import report as pages
 from draftsmith.eval import speed
+from draftsmith.eval.acceptance.replay import replay, reported
 from draftsmith.eval.evaluate import count_parameters, evaluate, read_texts
 from draftsmith.eval.provenance import provenance
-from draftsmith.eval.replay import replay, reported
 from draftsmith.eval.sample_text import sample_text
 from draftsmith.eval.speed import Costs
 from draftsmith.recipes.commands import Report

@@ -14,8 +14,8 @@ from draftsmith.drafters.base import Drafter, family
 from draftsmith.drafters.batch import Batch, align, batch_of
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
+from draftsmith.eval.acceptance.replay import Table, tables
 from draftsmith.eval.decoder.text import Text
-from draftsmith.eval.replay import Table, tables
 
 VOCAB = 12
 GREEDY, PLAIN = Sampler(0.0), Sampler(1.0)

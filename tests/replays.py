@@ -16,7 +16,7 @@ import toys  # noqa: F401  (registers the toy families)
 from draftsmith.drafters.base import Drafter, family
 from draftsmith.drafters.batch import Batch, batch_of
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.eval.replay import Table, summarise, tables
+from draftsmith.eval.acceptance.replay import Table, summarise, tables
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "small": {"layers": [0, 1, 3]},

@@ -19,9 +19,9 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch, align, batch_of
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.eval import candidates
-from draftsmith.eval.candidates import diagnose, ranks
-from draftsmith.eval.replay import moments, replay, tables
+from draftsmith.eval.acceptance import recall
+from draftsmith.eval.acceptance.recall import diagnose, ranks
+from draftsmith.eval.acceptance.replay import moments, replay, tables
 from draftsmith.recipes import compare_page
 from draftsmith.recipes.commands import Compare
 from draftsmith.recipes.compare import Entry, _learned, compare
@@ -62,7 +62,7 @@ def test_ranks_by_sorting(name: str) -> None:
             order = sorted(range(len(law)), key=lambda token: (-law[token], token))
             ids = [int(drafter.vocab.to_target(torch.tensor(token))) for token in order]
             own_token = text[root + i + 1 + j]
-            known = ids.index(own_token) if own_token in ids else candidates.NEVER
+            known = ids.index(own_token) if own_token in ids else recall.NEVER
             assert table.weight[i, j] == known
 
 
@@ -90,8 +90,8 @@ def test_a_batch_is_unrolled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_counted_from_one_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = candidates._rank
-    monkeypatch.setattr(candidates, "_rank", lambda *args: right(*args) + 1)
+    right = recall._rank
+    monkeypatch.setattr(recall, "_rank", lambda *args: right(*args) + 1)
     with pytest.raises(AssertionError):
         check_oracle("small")
 
@@ -99,7 +99,7 @@ def test_ranks_counted_from_one_would_show(monkeypatch: pytest.MonkeyPatch) -> N
 def test_wider_is_no_worse_and_all_is_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """With every token a candidate each depth is accepted: passes of k + 1 tokens."""
     drafter, batch = own("small", Sampler(1.0))
-    monkeypatch.setattr(candidates, "WIDTHS", (1, 4, replays.VOCAB))
+    monkeypatch.setattr(recall, "WIDTHS", (1, 4, replays.VOCAB))
     found = diagnose(drafter, [batch], K)
     taus = list(found["oracle_tau"].values())
     assert taus == sorted(taus)
@@ -111,7 +111,7 @@ def test_wider_is_no_worse_and_all_is_all(monkeypatch: pytest.MonkeyPatch) -> No
 def test_weights_are_the_rounds_that_get_there() -> None:
     drafter, batch = own("eagle", Sampler(1.0))
     (table,) = tables(drafter, batch, K)
-    reached = candidates._reached(table, K).sum(0)
+    reached = recall._reached(table, K).sum(0)
     np.testing.assert_allclose(reached, moments(table, K).reached)
 
 

@@ -22,8 +22,8 @@ from draftsmith.drafters import (
 )
 from draftsmith.drafters.base import Drafter, Policy, family
 from draftsmith.drafters.sampling import Sampler
+from draftsmith.eval.acceptance.replay import moments, tables
 from draftsmith.eval.decoder.loop import Decoder
-from draftsmith.eval.replay import moments, tables
 from planted import (
     CLASSES,
     Patch,

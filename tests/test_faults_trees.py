@@ -27,14 +27,14 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.attention import Step
 from draftsmith.drafters.target.slab import Slab
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval import walk
+from draftsmith.eval.acceptance import walk
+from draftsmith.eval.acceptance.parity import compare
+from draftsmith.eval.acceptance.replay import summarise
 from draftsmith.eval.certified_texts import text_steps
 from draftsmith.eval.decoder import accept
 from draftsmith.eval.decoder import round as round_module
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.round import Rounds
-from draftsmith.eval.parity import compare
-from draftsmith.eval.replay import summarise
 from draftsmith.eval.subject import Subject
 
 Patch = pytest.MonkeyPatch

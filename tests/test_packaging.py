@@ -158,7 +158,7 @@ def test_imports_run_one_way(tree: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "line", "bad"),
     [
-        ("drafters/planted.py", "import draftsmith.eval.replay", "draftsmith.eval"),
+        ("drafters/planted.py", "import draftsmith.eval.acceptance.replay", "draftsmith.eval"),
         ("drafters/planted.py", "from draftsmith import eval", "draftsmith.eval"),
         ("eval/planted.py", "from draftsmith.train.loop import fit", "draftsmith.train"),
         ("eval/decoder/planted.py", "from ...train import loop", "draftsmith.train"),

@@ -25,14 +25,14 @@ from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.eagle import Eagle
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.vocab import VocabMap
-from draftsmith.eval import replay as replay_module
+from draftsmith.eval.acceptance import replay as replay_module
+from draftsmith.eval.acceptance.parity import Parity, compare
+from draftsmith.eval.acceptance.replay import moments, summarise
 from draftsmith.eval.decoder import accept, loop
 from draftsmith.eval.decoder.accept import Accepted, Draws
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.text import Cutter, Round, Text
 from draftsmith.eval.evaluate import evaluate
-from draftsmith.eval.parity import Parity, compare
-from draftsmith.eval.replay import moments, summarise
 from parities import GREEDY, PLAIN, VOCAB, drafter_for, replayed
 
 CUT = Sampler(0.8, top_k=8, top_p=0.95)

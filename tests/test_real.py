@@ -24,11 +24,11 @@ from draftsmith.drafters.ngram import Ngram, NgramConfig
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.small import Small, SmallConfig
 from draftsmith.drafters.target.target import Target
+from draftsmith.eval.acceptance.parity import Parity, compare
+from draftsmith.eval.acceptance.replay import replay
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.text import Text
 from draftsmith.eval.evaluate import read_texts
-from draftsmith.eval.parity import Parity, compare
-from draftsmith.eval.replay import replay
 
 pytestmark = pytest.mark.real
 

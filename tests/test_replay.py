@@ -16,7 +16,7 @@ import tiny
 import toys  # noqa: F401  (registers the toy families)
 from draftsmith.drafters.batch import batch_of
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.eval.replay import Table, moments, replay, summarise, tables
+from draftsmith.eval.acceptance.replay import Table, moments, replay, summarise, tables
 from replays import CHAT, SAMPLERS, VOCAB, check_ratios, drafter, flags, pack, read, same
 
 

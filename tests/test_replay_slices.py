@@ -13,9 +13,9 @@ import tiny
 from draftsmith.drafters.base import Drafter, Unroll
 from draftsmith.drafters.batch import Alignment, Batch, all_anchors
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.eval.candidates import diagnose, ranks
+from draftsmith.eval.acceptance.recall import diagnose, ranks
+from draftsmith.eval.acceptance.replay import Table, tables
 from draftsmith.eval.overlap import row_stats
-from draftsmith.eval.replay import Table, tables
 from replays import CHAT, SAMPLERS, drafter, flags
 
 FAMILIES = ("ngram", "small", "eagle", "eagle1", "mtp chain", "medusa", "hydra", "toy-block")

@@ -24,12 +24,13 @@ from draftsmith.drafters.batch import batch_of
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval import acceptance, plots
+from draftsmith.eval import plots
 from draftsmith.eval import report as pages
+from draftsmith.eval.acceptance import intervals
+from draftsmith.eval.acceptance.replay import Table, moments, summarise, tables
 from draftsmith.eval.clocks import Steadiness
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.evaluate import evaluate
-from draftsmith.eval.replay import Table, moments, summarise, tables
 from draftsmith.eval.sample_text import sample_text
 from draftsmith.recipes import report as recipe_report
 from draftsmith.train import __main__ as train
@@ -172,17 +173,17 @@ def test_intervals_are_over_prompts() -> None:
     check_intervals()
     made = turns_of(6, 2)
     parts = summarise(made, 1).parts
-    assert acceptance.acceptance(parts, 1).tau_ci == pytest.approx(summarise(made, 1).tau_ci)
+    assert intervals.acceptance(parts, 1).tau_ci == pytest.approx(summarise(made, 1).tau_ci)
 
 
 def test_intervals_over_texts_or_tokens_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault: each text (or token) as if it were an observation of its own."""
-    right = acceptance.ratio_interval
+    right = intervals.ratio_interval
 
     def narrow(above: Any, below: Any, prompts: Any, *more: Any) -> Any:
         return right(above, below, range(len(prompts)), *more)
 
-    monkeypatch.setattr(acceptance, "ratio_interval", narrow)
+    monkeypatch.setattr(intervals, "ratio_interval", narrow)
     with pytest.raises(AssertionError):
         check_intervals()
 
@@ -207,17 +208,17 @@ def test_evaluate_tells_domains_apart(run: Path, report: dict[str, Any]) -> None
 def test_repeated_share() -> None:
     """Two copies of 8 tokens in 40: 16 of them; 7 tokens that repeat are no 8-gram."""
     fresh = list(range(100, 124))
-    assert acceptance.repeated_share([*range(8), *fresh, *range(8)]) == 16 / 40
-    assert acceptance.repeated_share([*range(7), *fresh, *range(7)]) == 0
-    assert acceptance.repeated_share([5] * 30) == 1.0  # overlapping copies
-    assert acceptance.repeated_share([1, 2] * 6) == 1.0
-    assert acceptance.repeated_share([]) == 0 and acceptance.repeated_share([3]) == 0
+    assert intervals.repeated_share([*range(8), *fresh, *range(8)]) == 16 / 40
+    assert intervals.repeated_share([*range(7), *fresh, *range(7)]) == 0
+    assert intervals.repeated_share([5] * 30) == 1.0  # overlapping copies
+    assert intervals.repeated_share([1, 2] * 6) == 1.0
+    assert intervals.repeated_share([]) == 0 and intervals.repeated_share([3]) == 0
 
 
 def test_repetitive_texts_stand_apart() -> None:
     made = turns_of(4, 1)
     answers = [list(range(21)), [7] * 21, list(range(21)), [1, 2, 3] * 7]
-    found = acceptance.repetitive(summarise(made, 1).parts, answers, 1)
+    found = intervals.repetitive(summarise(made, 1).parts, answers, 1)
     assert found["apart"].texts == 2 and found["apart"].tau == 2.0
     assert found["others"].texts == 2 and found["others"].tau == 1.0
 

@@ -21,8 +21,8 @@ from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval.parity import TIE
-from draftsmith.eval.replay import Table
+from draftsmith.eval.acceptance.parity import TIE
+from draftsmith.eval.acceptance.replay import Table
 from draftsmith.eval.servers import agreement, sampled
 from draftsmith.eval.servers.agreement import compare, replayed, walk
 from draftsmith.eval.servers.client import Answer

@@ -19,10 +19,10 @@ from draftsmith.drafters.ngram import Ngram
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval import speed
+from draftsmith.eval.acceptance.replay import Table, summarise
 from draftsmith.eval.decoder import loop
 from draftsmith.eval.decoder.round import Rounds
 from draftsmith.eval.decoder.text import end_token
-from draftsmith.eval.replay import Table, summarise
 from draftsmith.eval.speed import Costs, Drafting, burstiness, independent_tau
 
 KS = range(1, 11)

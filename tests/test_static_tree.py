@@ -24,8 +24,8 @@ from draftsmith.drafters.batch import batch_of
 from draftsmith.drafters.policy import StaticTree
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval import static_tree
-from draftsmith.eval.static_tree import best_tree, calibrate, hit_rates
+from draftsmith.eval.acceptance import static_tree
+from draftsmith.eval.acceptance.static_tree import best_tree, calibrate, hit_rates
 from draftsmith.recipes import cli
 from draftsmith.train import __main__ as train
 from reference_heads import head_logits

@@ -23,7 +23,7 @@ from draftsmith.drafters.base import Drafter, family
 from draftsmith.drafters.batch import Alignment, Batch, align
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.vocab import VocabMap
-from draftsmith.eval import replay
+from draftsmith.eval.acceptance import replay
 from draftsmith.eval.overlap.divergences import DIVERGENCES, TOP
 from draftsmith.eval.overlap.row_stats import RowStats, chunk_stats, chunks, row_stats
 

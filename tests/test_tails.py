@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 import reference_replay
-from draftsmith.eval import parity, tails
+from draftsmith.eval.acceptance import parity, tails
+from draftsmith.eval.acceptance.parity import compare, counts, local_z
+from draftsmith.eval.acceptance.replay import Table, moments, summarise
+from draftsmith.eval.acceptance.tails import count_wave, z_score
 from draftsmith.eval.decoder.text import Round, Text
-from draftsmith.eval.parity import compare, counts, local_z
-from draftsmith.eval.replay import Table, moments, summarise
-from draftsmith.eval.tails import count_wave, z_score
 
 NORMAL = NormalDist()
 

@@ -31,7 +31,7 @@ import training
 from draftsmith.drafters import base
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval.replay import Replay, tables
+from draftsmith.eval.acceptance.replay import Replay, tables
 from draftsmith.eval.servers.agreement import walk
 from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, learner, loop

@@ -18,12 +18,12 @@ from draftsmith.drafters.base import Policy
 from draftsmith.drafters.policy import StaticTree
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.attention import tree_shape
+from draftsmith.eval.acceptance.parity import compare
+from draftsmith.eval.acceptance.replay import summarise
+from draftsmith.eval.acceptance.walk import walk
 from draftsmith.eval.decoder import accept
 from draftsmith.eval.decoder.loop import Decoder
-from draftsmith.eval.parity import compare
-from draftsmith.eval.replay import summarise
 from draftsmith.eval.subject import top_gap
-from draftsmith.eval.walk import walk
 from exact import chi_square
 from tree_checks import ABLE, DRAWN, GREEDY, PLAIN, SHAPES, UNEVEN, WARM, check_greedy, trees_agree
 

@@ -15,10 +15,10 @@ from draftsmith.drafters import batch as batches
 from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.policy import StaticTree, Tree
 from draftsmith.drafters.sampling import Noise, Sampler
+from draftsmith.eval.acceptance.parity import Parity, compare_trees
+from draftsmith.eval.acceptance.walk import walk
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.text import Text
-from draftsmith.eval.parity import Parity, compare_trees
-from draftsmith.eval.walk import walk
 
 GREEDY, PLAIN, WARM = Sampler(0.0), Sampler(1.0), Sampler(0.8, top_k=8, top_p=0.95)
 ABLE = ("eagle", "medusa", "hydra", "toy-block")  # families that draft trees

@@ -13,8 +13,8 @@ import psutil
 import torch
 from torch import Tensor
 
+from draftsmith.eval.acceptance.replay import ROWS
 from draftsmith.eval.overlap.row_stats import CELLS
-from draftsmith.eval.replay import ROWS
 from draftsmith.train import checkpoint, features, storage
 from draftsmith.train.outline import Outline, Texts
 from draftsmith.train.pace import Pace

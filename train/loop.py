@@ -22,8 +22,8 @@ from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
+from draftsmith.eval.acceptance.replay import replays
 from draftsmith.eval.provenance import provenance
-from draftsmith.eval.replay import replays
 from draftsmith.train import checkpoint, trackers, watch
 from draftsmith.train.checkpoint import Metrics, read_metrics
 from draftsmith.train.features import FeatureCache

@@ -1,6 +1,6 @@
 """Expected verify passes of a batch's texts, and their derivative: what users pay for.
 
-n(a) = 1 + sum_m P(m|a) n(a+1+m), P(m|a) = S_m - S_{m+1} (eval/replay.py, in the words of
+n(a) = 1 + sum_m P(m|a) n(a+1+m), P(m|a) = S_m - S_{m+1} (eval/acceptance/replay.py, in the words of
 shared design notes): with w(a) the chance that a round starts at a,
 
     d n(first) / d S_j(a) = w(a) (n(a+1+j) - n(a+j))

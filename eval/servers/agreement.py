@@ -21,11 +21,11 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import batch_of
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval.acceptance import tau
+from draftsmith.eval.acceptance.intervals import tau
+from draftsmith.eval.acceptance.parity import TIE
+from draftsmith.eval.acceptance.replay import Table, tables
 from draftsmith.eval.decoder.text import Text
 from draftsmith.eval.evaluate import read_texts
-from draftsmith.eval.parity import TIE
-from draftsmith.eval.replay import Table, tables
 from draftsmith.eval.servers.client import Answer
 from draftsmith.eval.servers.counters import Counters
 

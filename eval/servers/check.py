@@ -8,8 +8,8 @@ from typing import Any
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.target import Target
+from draftsmith.eval.acceptance.parity import TIE
 from draftsmith.eval.clocks import Steadiness, spread
-from draftsmith.eval.parity import TIE
 from draftsmith.eval.servers import sampled
 from draftsmith.eval.servers.agreement import Agreement, compare, differences, replayed
 from draftsmith.eval.servers.client import Answer, Running

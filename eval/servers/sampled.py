@@ -2,7 +2,7 @@
 
 Given the text, a drawn draft was accepted with chance min(1, q/p) at the text's own token once the
 drafts before it were: rounds are random, and counts are held against their expectation by z
-(eval/parity.py). The server drafts in every round, so that it counts verify passes exactly. In a
+(eval/acceptance/parity.py). The server drafts in every round, so that it counts verify passes exactly. In a
 last round that the answer's limit cut it accepts drafts past the text's end too. How many, its
 counts tell (a round emits one token more than it accepts), but not how deep; only the first draft
 of a round is never among them. So a deeper count is known to within one for each such answer, and
@@ -22,13 +22,13 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.eval.acceptance import tau
-from draftsmith.eval.parity import Z_BOUND
-from draftsmith.eval.replay import Table, summarise, survivals
+from draftsmith.eval.acceptance.intervals import tau
+from draftsmith.eval.acceptance.parity import Z_BOUND
+from draftsmith.eval.acceptance.replay import Table, summarise, survivals
+from draftsmith.eval.acceptance.tails import count_wave, z_score
 from draftsmith.eval.servers import agreement
 from draftsmith.eval.servers.client import Answer
 from draftsmith.eval.servers.counters import Counters
-from draftsmith.eval.tails import count_wave, z_score
 
 SELDOM = 1e-3  # drawn drafts that all walk as greedy ones do, by a smaller chance, are greedy ones
 

@@ -17,7 +17,7 @@ from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.batch import Batch, all_anchors, span_ends
 from draftsmith.drafters.sampling import Noise
 from draftsmith.drafters.target.attention import tree_shape
-from draftsmith.eval.acceptance import Moments
+from draftsmith.eval.acceptance.intervals import Moments
 from draftsmith.eval.decoder.text import Round
 
 

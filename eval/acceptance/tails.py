@@ -16,7 +16,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from draftsmith.eval.replay import Array, Table, per_round, survivals
+from draftsmith.eval.acceptance.replay import Array, Table, per_round, survivals
 
 Wave = NDArray[np.complex128]  # (WINDOW // 2 + 1,): a characteristic function at the roots
 

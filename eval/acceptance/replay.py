@@ -21,7 +21,7 @@ from torch import Tensor
 from draftsmith.drafters.base import Drafter, Guesses, Unroll
 from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.eval.acceptance import (
+from draftsmith.eval.acceptance.intervals import (
     RESAMPLES,
     Acceptance,
     Array,

@@ -20,10 +20,10 @@ from itertools import zip_longest
 
 import numpy as np
 
+from draftsmith.eval.acceptance.replay import Replay, Table, survivals
+from draftsmith.eval.acceptance.tails import FIXED, STEP, coin_wave, count_wave, z_score
+from draftsmith.eval.acceptance.walk import Walk
 from draftsmith.eval.decoder.text import Text
-from draftsmith.eval.replay import Replay, Table, survivals
-from draftsmith.eval.tails import FIXED, STEP, coin_wave, count_wave, z_score
-from draftsmith.eval.walk import Walk
 
 TIE = 1e-3  # two logits closer than this are a tie in fp32
 Z_BOUND = 3.5

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from draftsmith.drafters.base import Drafter, Guesses, Unroll
 from draftsmith.drafters.batch import Alignment, Batch
-from draftsmith.eval.overlap.row_stats import chunks, unrolls
-from draftsmith.eval.replay import (
+from draftsmith.eval.acceptance.replay import (
     ROWS,
     Array,
     Stretch,
@@ -28,6 +27,7 @@ from draftsmith.eval.replay import (
     summarise,
     survivals,
 )
+from draftsmith.eval.overlap.row_stats import chunks, unrolls
 
 WIDTHS = (1, 4, 16)
 NEVER = 1 << 30  # the rank of a token that the drafter cannot propose

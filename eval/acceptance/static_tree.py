@@ -22,9 +22,9 @@ import numpy as np
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.policy import StaticTree
-from draftsmith.eval.acceptance import Array, tau
-from draftsmith.eval.candidates import ranks
-from draftsmith.eval.walk import walk
+from draftsmith.eval.acceptance.intervals import Array, tau
+from draftsmith.eval.acceptance.recall import ranks
+from draftsmith.eval.acceptance.walk import walk
 
 RANKS = 16  # choices of a depth that are counted
 

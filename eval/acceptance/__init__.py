@@ -1,0 +1,1 @@
+"""How much is accepted: replay, walks of trees, intervals, parity."""

@@ -35,10 +35,10 @@ from draftsmith.drafters.batch import Batch, align, batch_of
 from draftsmith.drafters.policy import Tree
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval import bench, bench_table, clocks, synthetic
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.overlap import divergences, rowwise
 from draftsmith.eval.provenance import provenance
+from draftsmith.eval.speed import bench, bench_table, clocks, synthetic
 
 SECONDS = 8 * 60.0
 ALPHA = 0.7

@@ -28,8 +28,8 @@ from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval import synthetic
 from draftsmith.eval.decoder.loop import Decoder
+from draftsmith.eval.speed import synthetic
 from draftsmith.train.prompts import product_prompts
 from draftsmith.train.template import encode
 

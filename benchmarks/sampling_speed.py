@@ -24,8 +24,8 @@ from common import HERE, cell, markdown, number
 
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval import synthetic
 from draftsmith.eval.decoder.loop import Decoder
+from draftsmith.eval.speed import synthetic
 from draftsmith.train.prompts import product_prompts
 from draftsmith.train.template import encode
 

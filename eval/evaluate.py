@@ -26,11 +26,11 @@ from draftsmith.eval.acceptance.intervals import (
 from draftsmith.eval.acceptance.parity import Parity, compare, compare_trees, counts
 from draftsmith.eval.acceptance.replay import replay
 from draftsmith.eval.acceptance.walk import walk
-from draftsmith.eval.clocks import Steadiness, Turn, in_turns, spread_of_rounds
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.text import Text
 from draftsmith.eval.provenance import provenance
-from draftsmith.eval.speed import Costs, break_even, speedup
+from draftsmith.eval.speed.clocks import Steadiness, Turn, in_turns, spread_of_rounds
+from draftsmith.eval.speed.model import Costs, break_even, speedup
 
 Progress = Callable[[str, int, int], None]
 SIDES = ("speculative", "baseline")

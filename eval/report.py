@@ -15,10 +15,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.eval import clocks, plots, speed
+from draftsmith.eval import plots
 from draftsmith.eval.acceptance import intervals
 from draftsmith.eval.acceptance.parity import TIE, Z_BOUND
-from draftsmith.eval.speed import Costs, Drafting
+from draftsmith.eval.speed import clocks, model
+from draftsmith.eval.speed.model import Costs, Drafting
 
 Report = dict[str, Any]
 
@@ -91,10 +92,10 @@ def _by_k(found: Report, costs: Costs) -> Report:
         out[str(k)] = {
             "tau": tau,
             "tau_ci": found["tau_ci_by_k"][str(k)],
-            "tau_iid": speed.independent_tau(alpha, k),
-            "burstiness": speed.burstiness(alpha, tau, k),
-            "predicted_speedup": speed.speedup(costs, tau, k),
-            "break_even_tau": speed.break_even(costs, k),
+            "tau_iid": model.independent_tau(alpha, k),
+            "burstiness": model.burstiness(alpha, tau, k),
+            "predicted_speedup": model.speedup(costs, tau, k),
+            "break_even_tau": model.break_even(costs, k),
         }
     return out
 
@@ -102,14 +103,14 @@ def _by_k(found: Report, costs: Costs) -> Report:
 def _speed(costs: Costs, found: Report, about: Report, learned: int) -> Report:
     drafting = drafting_of(found, about["drafter"]["parameters"], learned)
     tau = drafting.tau_by_k
-    best = speed.best_k(costs, tau)
+    best = model.best_k(costs, tau)
     return {
         "costs_ms": costs.milliseconds(),
         "best_k": best,
-        "predicted_speedup": speed.speedup(costs, tau[best], best),
-        "break_even_tau": speed.break_even(costs, best),
+        "predicted_speedup": model.speedup(costs, tau[best], best),
+        "break_even_tau": model.break_even(costs, best),
         "clock": costs.clock.report(),
-        "verdict": f"{speed.verdict(costs, drafting)} {about['timed_in']}",
+        "verdict": f"{model.verdict(costs, drafting)} {about['timed_in']}",
     }
 
 

@@ -16,11 +16,11 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.policy import Tree
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval import bench_table, synthetic
-from draftsmith.eval.bench import Asked, Store, check_memory, device_of, grid
-from draftsmith.eval.bench import run as measure
-from draftsmith.eval.clocks import WARM_UP
 from draftsmith.eval.provenance import provenance
+from draftsmith.eval.speed import bench_table, synthetic
+from draftsmith.eval.speed.bench import Asked, Store, check_memory, device_of, grid
+from draftsmith.eval.speed.bench import run as measure
+from draftsmith.eval.speed.clocks import WARM_UP
 from draftsmith.recipes.commands import Bench
 from draftsmith.recipes.options import numbers
 from draftsmith.recipes.shared import check_room, digest, ngram, take_prompts

@@ -23,14 +23,14 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval import speed
 from draftsmith.eval.acceptance.intervals import expected_tau
 from draftsmith.eval.acceptance.recall import diagnose
 from draftsmith.eval.acceptance.replay import replay, reported
-from draftsmith.eval.clocks import Steadiness, spread, worst
 from draftsmith.eval.evaluate import count_parameters, evaluate, read_texts
 from draftsmith.eval.provenance import provenance
 from draftsmith.eval.report import drafting_of, label
+from draftsmith.eval.speed import model
+from draftsmith.eval.speed.clocks import Steadiness, spread, worst
 from draftsmith.recipes import compare_page
 from draftsmith.recipes.commands import Compare
 from draftsmith.recipes.options import judge
@@ -115,7 +115,7 @@ def compare(
         "prompts": len(prompts),
         "max_new_tokens": settings.max_new_tokens,
         "decoded_prompts": min(settings.decode_limit, len(prompts)),
-        "timed_in": speed.timed_in(target),
+        "timed_in": model.timed_in(target),
         "drafters": found,
         **provenance(),
     }
@@ -188,9 +188,9 @@ def _at(
     accepted = reported(by_k, held.domains, answers)
     prompts = [text.prompt for text in held.texts[: settings.decode_limit]]
     middle = sorted(prompts, key=len)[len(prompts) // 2]
-    costs = speed.measure(target, drafter, range(1, k + 1), middle, held.sampler)
+    costs = model.measure(target, drafter, range(1, k + 1), middle, held.sampler)
     drafting = drafting_of(accepted, count_parameters(drafter), learned)
-    best = speed.best_k(costs, drafting.tau_by_k)
+    best = model.best_k(costs, drafting.tau_by_k)
     # Few texts may lie far from the mean of all: a prediction is held against its own.
     tau = expected_tau([part for part in by_k[best].parts if part.prompt < len(prompts)])
     decoded = evaluate(
@@ -202,9 +202,9 @@ def _at(
         "replay": accepted,
         "diagnosis": diagnose(drafter, read, k, settings.seed),
         "best_k": best,
-        "predicted_speedup": None if tau is None else speed.speedup(costs, tau, best),
-        "break_even_tau": speed.break_even(costs, best),
-        "verdict": speed.verdict(replace(costs, clock=steady), drafting),
+        "predicted_speedup": None if tau is None else model.speedup(costs, tau, best),
+        "break_even_tau": model.break_even(costs, best),
+        "verdict": model.verdict(replace(costs, clock=steady), drafting),
         "clock": steady.report(),
         "costs_ms": costs.milliseconds(),
         "draft_share": costs.draft[best] / costs.round(best),

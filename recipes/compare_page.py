@@ -11,10 +11,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from draftsmith.eval import clocks, plots
+from draftsmith.eval import plots
 from draftsmith.eval import report as pages
 from draftsmith.eval.charts import Chart, span
 from draftsmith.eval.report import fixed
+from draftsmith.eval.speed import clocks
 from draftsmith.train import checkpoint
 
 Report = dict[str, Any]

@@ -26,12 +26,12 @@ from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval import report as pages
-from draftsmith.eval import speed
 from draftsmith.eval.acceptance.replay import replay, reported
 from draftsmith.eval.evaluate import count_parameters, evaluate, read_texts
 from draftsmith.eval.provenance import provenance
 from draftsmith.eval.sample_text import sample_text
-from draftsmith.eval.speed import Costs
+from draftsmith.eval.speed import model
+from draftsmith.eval.speed.model import Costs
 from draftsmith.recipes.commands import Report
 from draftsmith.recipes.options import judge
 from draftsmith.recipes.shared import digest, once, read_run, samples_of, take_prompts
@@ -115,7 +115,7 @@ def report(settings: Report) -> dict[str, Any]:
             "best": best,
             "best_chosen_by": chosen_by,
             "device": str(target.device),
-            "timed_in": speed.timed_in(target),
+            "timed_in": model.timed_in(target),
             **provenance(),
         },
         rows,
@@ -208,7 +208,7 @@ def _decoded(
             seed=settings.seed, progress=line.after_prompt,
         )  # fmt: skip
         middle = sorted(prompts, key=len)[len(prompts) // 2]
-        costs = speed.measure(target, drafter, range(1, k + 1), middle, held.sampler)
+        costs = model.measure(target, drafter, range(1, k + 1), middle, held.sampler)
         row = typical(found.decode.by_prompt)
         shown = sample_text(
             target, drafter, prompts[row], held.sampler, k, settings.max_new_tokens,

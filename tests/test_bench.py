@@ -25,10 +25,19 @@ from draftsmith.drafters.policy import StaticTree, Tree
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import target as target_module
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval import bench, bench_table, roofline, speed, synthetic
-from draftsmith.eval.bench import Asked, Cell, Store, check_memory, full_batches, grid, measure, run
 from draftsmith.eval.decoder.loop import Clock, Decoder
 from draftsmith.eval.decoder.round import Rounds
+from draftsmith.eval.speed import bench, bench_table, model, roofline, synthetic
+from draftsmith.eval.speed.bench import (
+    Asked,
+    Cell,
+    Store,
+    check_memory,
+    full_batches,
+    grid,
+    measure,
+    run,
+)
 from draftsmith.recipes import cli
 from draftsmith.recipes.bench import run as bench_command
 from draftsmith.recipes.commands import Bench
@@ -157,7 +166,7 @@ def test_coins_give_the_stated_tau(shaped: tuple, policy: Policy, alpha: float) 
     if not isinstance(policy, Tree):  # a dynamic tree may turn out shallower
         assert {r.proposed for r in rounds} == {3}
     counts = torch.tensor([float(r.accepted) for r in rounds])
-    mean = sum(speed.independent_tau(alpha, r.proposed) - 1 for r in rounds) / len(rounds)
+    mean = sum(model.independent_tau(alpha, r.proposed) - 1 for r in rounds) / len(rounds)
     spread = counts.std(correction=0).item() / math.sqrt(len(counts))
     assert abs(counts.mean().item() - mean) <= 4 * spread + 1e-9
     assert all(len(t.tokens) == 60 for t in texts)  # nothing ends a synthetic text early

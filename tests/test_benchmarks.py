@@ -16,7 +16,7 @@ import torch
 
 from draftsmith.drafters.base import Policy
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.eval import synthetic
+from draftsmith.eval.speed import synthetic
 from places import BENCHMARKS
 
 

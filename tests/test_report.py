@@ -28,10 +28,10 @@ from draftsmith.eval import plots
 from draftsmith.eval import report as pages
 from draftsmith.eval.acceptance import intervals
 from draftsmith.eval.acceptance.replay import Table, moments, summarise, tables
-from draftsmith.eval.clocks import Steadiness
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.evaluate import evaluate
 from draftsmith.eval.sample_text import sample_text
+from draftsmith.eval.speed.clocks import Steadiness
 from draftsmith.recipes import report as recipe_report
 from draftsmith.train import __main__ as train
 from draftsmith.train.samples import Samples

@@ -9,11 +9,11 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance.parity import TIE
-from draftsmith.eval.clocks import Steadiness, spread
 from draftsmith.eval.servers import sampled
 from draftsmith.eval.servers.agreement import Agreement, compare, differences, replayed
 from draftsmith.eval.servers.client import Answer, Running
 from draftsmith.eval.servers.sampled import Sampled
+from draftsmith.eval.speed.clocks import Steadiness, spread
 
 TEMPERATURES = (0.0, 1.0)
 Answers = dict[float, list[Answer]]  # by temperature, in the prompts' order

@@ -25,12 +25,12 @@ from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval import roofline, synthetic
 from draftsmith.eval.acceptance.intervals import counted_tau
-from draftsmith.eval.clocks import Steadiness, Turn, in_turns, spread_of_rounds
 from draftsmith.eval.decoder.loop import Clock, Decoder
 from draftsmith.eval.decoder.text import Text
-from draftsmith.eval.speed import typical
+from draftsmith.eval.speed import roofline, synthetic
+from draftsmith.eval.speed.clocks import Steadiness, Turn, in_turns, spread_of_rounds
+from draftsmith.eval.speed.model import typical
 
 MOST_ROWS = 64
 

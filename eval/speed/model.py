@@ -26,10 +26,10 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval.clocks import Steadiness, spread_of_rounds, take_turn, worst
 from draftsmith.eval.decoder import graphs
 from draftsmith.eval.decoder.loop import Clock, Decoder
 from draftsmith.eval.decoder.text import end_token
+from draftsmith.eval.speed.clocks import Steadiness, spread_of_rounds, take_turn, worst
 
 ASSUMED = Steadiness(0, 0.0)  # of costs that nobody measured
 WARM_UP = 2  # first rounds of a generation that are not counted

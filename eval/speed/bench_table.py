@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from draftsmith.eval import clocks
+from draftsmith.eval.speed import clocks
 
 Row = list[str]
 HEAD = [

@@ -1,0 +1,1 @@
+"""What rounds cost: clocks, the speed model, the bench."""

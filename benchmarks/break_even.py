@@ -19,7 +19,7 @@ from draftsmith.drafters import base
 from draftsmith.drafters.base import Policy
 from draftsmith.drafters.policy import Tree
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval.provenance import provenance
+from draftsmith.eval.report.provenance import provenance
 from draftsmith.eval.speed import bench, bench_table, clocks
 from draftsmith.train.prompts import product_prompts
 from draftsmith.train.template import encode

@@ -22,7 +22,7 @@ from typing import Any
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval.provenance import provenance
+from draftsmith.eval.report.provenance import provenance
 from draftsmith.train.states import Computed
 
 HERE = Path(__file__).resolve().parent

@@ -37,7 +37,7 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.overlap import divergences, rowwise
-from draftsmith.eval.provenance import provenance
+from draftsmith.eval.report.provenance import provenance
 from draftsmith.eval.speed import bench, bench_table, clocks, synthetic
 
 SECONDS = 8 * 60.0

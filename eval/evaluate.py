@@ -28,7 +28,7 @@ from draftsmith.eval.acceptance.replay import replay
 from draftsmith.eval.acceptance.walk import walk
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.text import Text
-from draftsmith.eval.provenance import provenance
+from draftsmith.eval.report.provenance import provenance
 from draftsmith.eval.speed.clocks import Steadiness, Turn, in_turns, spread_of_rounds
 from draftsmith.eval.speed.model import Costs, break_even, speedup
 

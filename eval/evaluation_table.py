@@ -9,7 +9,7 @@ from rich.table import Table
 
 from draftsmith.eval.acceptance.parity import Parity
 from draftsmith.eval.evaluate import Evaluation
-from draftsmith.eval.report import adapted, interval
+from draftsmith.eval.report.report import adapted, interval
 
 
 def show(found: Evaluation) -> None:

@@ -16,7 +16,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.policy import Tree
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval.provenance import provenance
+from draftsmith.eval.report.provenance import provenance
 from draftsmith.eval.speed import bench_table, synthetic
 from draftsmith.eval.speed.bench import Asked, Store, check_memory, device_of, grid
 from draftsmith.eval.speed.bench import run as measure

@@ -16,9 +16,9 @@ import yaml
 from draftsmith.drafters import export
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.export import Serving
-from draftsmith.eval import report as pages
 from draftsmith.eval.evaluate import count_parameters
-from draftsmith.eval.provenance import provenance
+from draftsmith.eval.report import report as pages
+from draftsmith.eval.report.provenance import provenance
 from draftsmith.train import checkpoint
 
 

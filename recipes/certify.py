@@ -36,7 +36,7 @@ def certify(
     from draftsmith.drafters.target.target import Target
     from draftsmith.eval.certify import certificate
     from draftsmith.eval.certify import certify as run
-    from draftsmith.eval.provenance import provenance
+    from draftsmith.eval.report.provenance import provenance
     from draftsmith.eval.subject import Subject, untouched, untrained
     from draftsmith.recipes.shared import check_file
     from draftsmith.train import checkpoint as checkpoints

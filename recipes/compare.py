@@ -27,8 +27,8 @@ from draftsmith.eval.acceptance.intervals import expected_tau
 from draftsmith.eval.acceptance.recall import diagnose
 from draftsmith.eval.acceptance.replay import replay, reported
 from draftsmith.eval.evaluate import count_parameters, evaluate, read_texts
-from draftsmith.eval.provenance import provenance
-from draftsmith.eval.report import drafting_of, label
+from draftsmith.eval.report.provenance import provenance
+from draftsmith.eval.report.report import drafting_of, label
 from draftsmith.eval.speed import model
 from draftsmith.eval.speed.clocks import Steadiness, spread, worst
 from draftsmith.recipes import compare_page

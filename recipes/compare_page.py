@@ -11,10 +11,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from draftsmith.eval import plots
-from draftsmith.eval import report as pages
-from draftsmith.eval.charts import Chart, span
-from draftsmith.eval.report import fixed
+from draftsmith.eval.report import plots
+from draftsmith.eval.report import report as pages
+from draftsmith.eval.report.charts import Chart, span
+from draftsmith.eval.report.report import fixed
 from draftsmith.eval.speed import clocks
 from draftsmith.train import checkpoint
 

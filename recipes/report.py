@@ -25,11 +25,11 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval import report as pages
 from draftsmith.eval.acceptance.replay import replay, reported
 from draftsmith.eval.evaluate import count_parameters, evaluate, read_texts
-from draftsmith.eval.provenance import provenance
-from draftsmith.eval.sample_text import sample_text
+from draftsmith.eval.report import report as pages
+from draftsmith.eval.report.provenance import provenance
+from draftsmith.eval.report.sample_text import sample_text
 from draftsmith.eval.speed import model
 from draftsmith.eval.speed.model import Costs
 from draftsmith.recipes.commands import Report

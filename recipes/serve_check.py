@@ -21,7 +21,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.export import Draft
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval.provenance import provenance
+from draftsmith.eval.report.provenance import provenance
 from draftsmith.eval.servers import serving as servers
 from draftsmith.eval.servers.check import TEMPERATURES, collect, report
 from draftsmith.eval.servers.client import Running

@@ -16,11 +16,12 @@ import pytest
 import tiny
 from draftsmith.drafters.base import Policy, family
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.eval import evaluate, plots
+from draftsmith.eval import evaluate
 from draftsmith.eval.decoder import loop
 from draftsmith.eval.decoder.loop import Clock, Decoder
 from draftsmith.eval.decoder.round import Rounds
 from draftsmith.eval.evaluate import Evaluation
+from draftsmith.eval.report import plots
 from draftsmith.eval.servers.check import collect, steadiness
 from draftsmith.eval.servers.client import Answer
 from draftsmith.eval.servers.counters import Counters

@@ -18,8 +18,8 @@ pytest.importorskip("datasets")
 
 import quick
 import training
-from draftsmith.eval import report as eval_report
 from draftsmith.eval.decoder.loop import Decoder
+from draftsmith.eval.report import report as eval_report
 from draftsmith.recipes import compare as house
 from draftsmith.recipes import compare_page as pages
 from draftsmith.recipes.quickstart import NEXT, RECIPES, STAGES, quickstart

@@ -24,13 +24,13 @@ from draftsmith.drafters.batch import batch_of
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval import plots
-from draftsmith.eval import report as pages
 from draftsmith.eval.acceptance import intervals
 from draftsmith.eval.acceptance.replay import Table, moments, summarise, tables
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.evaluate import evaluate
-from draftsmith.eval.sample_text import sample_text
+from draftsmith.eval.report import plots
+from draftsmith.eval.report import report as pages
+from draftsmith.eval.report.sample_text import sample_text
 from draftsmith.eval.speed.clocks import Steadiness
 from draftsmith.recipes import report as recipe_report
 from draftsmith.train import __main__ as train

@@ -14,7 +14,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.text import Text
-from draftsmith.eval.report import label
+from draftsmith.eval.report.report import label
 from draftsmith.train import storage
 from draftsmith.train.prompts import Prompt, Unusable
 from draftsmith.train.samples import generate

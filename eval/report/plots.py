@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from draftsmith.eval.charts import Chart, span, ticks
+from draftsmith.eval.report.charts import Chart, span, ticks
 
 Report = dict[str, Any]
 

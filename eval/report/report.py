@@ -15,9 +15,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.eval import plots
 from draftsmith.eval.acceptance import intervals
 from draftsmith.eval.acceptance.parity import TIE, Z_BOUND
+from draftsmith.eval.report import plots
 from draftsmith.eval.speed import clocks, model
 from draftsmith.eval.speed.model import Costs, Drafting
 
@@ -149,7 +149,7 @@ def page(report: Report, template: str) -> str:
 def render(template: str, report: Report, charts: Mapping[str, str]) -> str:
     """A template of this folder, filled from a report; charts: SVG by name."""
     env = Environment(
-        loader=PackageLoader("draftsmith.eval", "."),
+        loader=PackageLoader("draftsmith.eval.report", "."),
         autoescape=template.endswith(".html.j2"),
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -62,7 +62,7 @@ def command() -> str:
 
 def commit() -> str | None:
     """The git commit of this checkout ("+" when it has changes); None when it is not one."""
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True)

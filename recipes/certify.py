@@ -34,10 +34,10 @@ def certify(
 
     from draftsmith.drafters import base
     from draftsmith.drafters.target.target import Target
-    from draftsmith.eval.certify import certificate
-    from draftsmith.eval.certify import certify as run
+    from draftsmith.eval.certify.certify import certificate
+    from draftsmith.eval.certify.certify import certify as run
+    from draftsmith.eval.certify.subject import Subject, untouched, untrained
     from draftsmith.eval.report.provenance import provenance
-    from draftsmith.eval.subject import Subject, untouched, untrained
     from draftsmith.recipes.shared import check_file
     from draftsmith.train import checkpoint as checkpoints
     from draftsmith.train.prompts import product_prompts

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from draftsmith.eval.enumeration import (
-    Laws,
-    points,
-    random_laws,
-)
+from draftsmith.eval.certify.enumeration import Laws, points, random_laws
 
 EXACT = 1e-12
 

@@ -18,8 +18,8 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.parts import one_layer
 from draftsmith.drafters.target.attention import Step
 from draftsmith.drafters.target.causal_lm import CausalLM, TargetOutput
+from draftsmith.eval.certify.enumeration import emitted, error
 from draftsmith.eval.decoder import accept
-from draftsmith.eval.enumeration import emitted, error
 
 Patch = pytest.MonkeyPatch
 CLASSES: dict[str, type] = {

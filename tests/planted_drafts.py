@@ -14,7 +14,7 @@ from draftsmith.drafters.parts import heads
 from draftsmith.drafters.target.attention import Step
 from draftsmith.drafters.target.causal_lm import CausalLM, TargetOutput
 from draftsmith.drafters.vocab import VocabMap
-from draftsmith.eval import rulebook
+from draftsmith.eval.certify import rulebook
 from draftsmith.eval.decoder import accept
 from draftsmith.eval.decoder import round as round_module
 from planted import CLASSES, Patch

@@ -14,9 +14,7 @@ from torch import Tensor
 
 from draftsmith.drafters.policy import StaticTree
 from draftsmith.drafters.sampling import Noise, Purpose, pick
-from draftsmith.eval.decoder import accept
-from draftsmith.eval.decoder.accept import Accepted, KeyedDraws
-from draftsmith.eval.enumeration import (
+from draftsmith.eval.certify.enumeration import (
     Laws,
     continued,
     emitted,
@@ -26,11 +24,9 @@ from draftsmith.eval.enumeration import (
     points,
     random_laws,
 )
-from draftsmith.eval.rulebook import (
-    corrected_from_p,
-    match,
-    match_tree,
-)
+from draftsmith.eval.certify.rulebook import corrected_from_p, match, match_tree
+from draftsmith.eval.decoder import accept
+from draftsmith.eval.decoder.accept import Accepted, KeyedDraws
 from exact import chi_square
 from laws_of_drafts import EXACT, normed, pair
 

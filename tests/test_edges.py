@@ -16,8 +16,8 @@ from draftsmith.drafters.ngram import Ngram
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import attention, causal_lm
 from draftsmith.drafters.target.target import Target
+from draftsmith.eval.certify.rehearsal import Rehearsed
 from draftsmith.eval.decoder.loop import Decoder
-from draftsmith.eval.rehearsal import Rehearsed
 from targets import LONGROPE, build_as
 
 SAMPLERS = [Sampler(0.0), Sampler(1.0)]

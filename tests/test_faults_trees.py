@@ -30,12 +30,12 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance import walk
 from draftsmith.eval.acceptance.parity import compare
 from draftsmith.eval.acceptance.replay import summarise
-from draftsmith.eval.certified_texts import text_steps
+from draftsmith.eval.certify.subject import Subject
+from draftsmith.eval.certify.texts import text_steps
 from draftsmith.eval.decoder import accept
 from draftsmith.eval.decoder import round as round_module
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.round import Rounds
-from draftsmith.eval.subject import Subject
 
 Patch = pytest.MonkeyPatch
 BUSHY = Tree(3, budget=7, branch=3)

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import reference
 import reference_eagle
-from draftsmith.eval.enumeration import Script, enumerate_rule
+from draftsmith.eval.certify.enumeration import Script, enumerate_rule
 from exact import chi_square
 
 VOCAB = 24

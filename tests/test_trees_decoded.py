@@ -21,9 +21,9 @@ from draftsmith.drafters.target.attention import tree_shape
 from draftsmith.eval.acceptance.parity import compare
 from draftsmith.eval.acceptance.replay import summarise
 from draftsmith.eval.acceptance.walk import walk
+from draftsmith.eval.certify.subject import top_gap
 from draftsmith.eval.decoder import accept
 from draftsmith.eval.decoder.loop import Decoder
-from draftsmith.eval.subject import top_gap
 from exact import chi_square
 from tree_checks import ABLE, DRAWN, GREEDY, PLAIN, SHAPES, UNEVEN, WARM, check_greedy, trees_agree
 

@@ -14,10 +14,8 @@ from draftsmith.drafters.target.attention import chain_step
 from draftsmith.drafters.target.slab import Slab
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance.parity import TIE
-from draftsmith.eval.decoder.loop import Decoder
-from draftsmith.eval.decoder.text import Text, end_token
-from draftsmith.eval.rehearsal import Rehearsed
-from draftsmith.eval.subject import (
+from draftsmith.eval.certify.rehearsal import Rehearsed
+from draftsmith.eval.certify.subject import (
     GREEDY,
     SEED,
     WARM,
@@ -27,6 +25,8 @@ from draftsmith.eval.subject import (
     divergence,
     top_gap,
 )
+from draftsmith.eval.decoder.loop import Decoder
+from draftsmith.eval.decoder.text import Text, end_token
 
 
 def text_steps(subject: Subject) -> Steps:

@@ -13,10 +13,10 @@ from typing import Any
 
 from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.eval.certified_texts import half_precision, text_steps
+from draftsmith.eval.certify.rulebook import EXACT, WRONG, rule_errors, wrong_rule_errors
+from draftsmith.eval.certify.subject import GREEDY, WARM, Outcome, Steps, Subject
+from draftsmith.eval.certify.texts import half_precision, text_steps
 from draftsmith.eval.evaluate import read_texts, replay_of
-from draftsmith.eval.rulebook import EXACT, WRONG, rule_errors, wrong_rule_errors
-from draftsmith.eval.subject import GREEDY, WARM, Outcome, Steps, Subject
 
 
 @dataclass

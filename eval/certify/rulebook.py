@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.drafters.policy import StaticTree
-from draftsmith.eval.decoder import accept
-from draftsmith.eval.decoder.accept import Accepted, chain
-from draftsmith.eval.enumeration import (
+from draftsmith.eval.certify.enumeration import (
     Laws,
     continued,
     emitted,
@@ -21,6 +19,8 @@ from draftsmith.eval.enumeration import (
     points,
     random_laws,
 )
+from draftsmith.eval.decoder import accept
+from draftsmith.eval.decoder.accept import Accepted, chain
 
 EXACT = 1e-12  # of a chance, in float64
 WRONG = 1e-3  # a wrong rule must miss by more

@@ -1,0 +1,1 @@
+"""The certificate: decoding writes what the target alone would write."""

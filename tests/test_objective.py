@@ -46,7 +46,7 @@ from objectives import (
 
 
 def expected_passes(t: Table, survival: Tensor) -> Tensor:
-    """n(first anchor) summed over texts, by the recursion of eval/acceptance/replay.py; differentiable."""
+    """n(first anchor) summed over texts, by replay's recursion; differentiable."""
     at = {cell: survival[i] for i, cell in enumerate(t.cells)}
     one = torch.ones((), dtype=torch.float64)
 
@@ -137,7 +137,7 @@ def test_every_loss(loss: str, cut: Cut) -> None:
 @pytest.mark.parametrize("loss", ["replay", "replay_alpha"])
 @pytest.mark.parametrize("cut", [PLAIN, WIDE], ids=["plain", "cut"])
 def test_the_replay_objective_is_what_replay_measures(loss: str, cut: Cut) -> None:
-    """Verify passes as eval/acceptance/replay.py counts them, and as tests/ enumerates every walk."""
+    """Verify passes as replay counts them, and as tests/ enumerates every walk."""
     batch = packed(sampler=Sampler(*cut))
     sums, _ = run("eagle", batch, Objective(loss))
     with torch.no_grad():

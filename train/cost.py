@@ -100,8 +100,8 @@ def _longest(lengths: Tensor, count: int) -> int:
 
 def _logits(m: int, n: int, V: int, Vd: int) -> int:
     """Numbers alive at once: the target's laws at m positions, the drafter's in n rows and their
-    gradients, and its laws where the sampler cuts them (counted in eval/overlap/divergences.py, checked by
-    benchmarks/objective_memory.py)."""
+    gradients, and its laws where the sampler cuts them (counted in eval/overlap/divergences.py,
+    checked by benchmarks/objective_memory.py)."""
     return 4 * m * V + 3 * n * Vd
 
 

@@ -34,7 +34,8 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance.replay import moments, replay
 from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, recipe
-from draftsmith.train.loop import Trainer
+from draftsmith.train.learner import Learner
+from draftsmith.train.loop import Run
 from draftsmith.train.packing import collate
 from draftsmith.train.prompts import Prompt
 from draftsmith.train.samples import Samples, generate
@@ -129,8 +130,8 @@ def run(family: str, name: str, seed: int, steps: int, samples: Path, runs: Path
     with checkpoint.claimed(chosen):
         began = time.perf_counter()
         texts = Samples.open(samples, target(), audit=0)
-        trainer = Trainer(chosen, target(), texts, Accelerator(), states())
-        if code := trainer.run():  # told to stop: the same command goes on from the checkpoint
+        learner = Learner(chosen, target(), texts, Accelerator(), states())
+        if code := Run(learner).run():  # told to stop: the same command goes on from the checkpoint
             sys.exit(code)
         seconds = time.perf_counter() - began
     drafter = base.load(chosen.folder / f"checkpoint-{steps}", target())

@@ -65,7 +65,7 @@ class Remembering:
         self.kept: dict[bytes, Batch] = {}
 
     def fill(self, batch: Batch, rows: list[list[int]]) -> Batch:
-        key = batch.tokens.numpy().tobytes() + batch.segment.numpy().tobytes()
+        key = batch.tokens.cpu().numpy().tobytes() + batch.segment.cpu().numpy().tobytes()
         if key not in self.kept:
             self.kept[key] = self.computed.fill(batch, rows)
         known = self.kept[key]

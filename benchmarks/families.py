@@ -26,7 +26,8 @@ from draftsmith.recipes.commands import Compare
 from draftsmith.recipes.compare import compare
 from draftsmith.recipes.compare_page import markdown
 from draftsmith.train import checkpoint, recipe
-from draftsmith.train.loop import Trainer
+from draftsmith.train.learner import Learner
+from draftsmith.train.loop import Run
 from draftsmith.train.samples import Samples
 
 STEPS = 300
@@ -62,7 +63,7 @@ def trained(samples: Path, runs: Path, steps: int, only: list[str]) -> None:
         chosen = recipe.load(of, [f"{key}={json.dumps(value)}" for key, value in keys.items()])
         with checkpoint.claimed(chosen):
             of_target = Samples.open(samples, target, audit=0)
-            if code := Trainer(chosen, target, of_target, Accelerator(), states).run():
+            if code := Run(Learner(chosen, target, of_target, Accelerator(), states)).run():
                 sys.exit(code)  # told to stop: the same command goes on from the checkpoint
 
 

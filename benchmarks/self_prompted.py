@@ -35,7 +35,8 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance.replay import replay
 from draftsmith.train import checkpoint, recipe, storage
 from draftsmith.train.imported import import_given
-from draftsmith.train.loop import Trainer
+from draftsmith.train.learner import Learner
+from draftsmith.train.loop import Run
 from draftsmith.train.packing import collate
 from draftsmith.train.prompts import Prompt, product_prompts
 from draftsmith.train.samples import Samples, generate
@@ -136,7 +137,7 @@ def run(
     }  # fmt: skip
     chosen = recipe.load("smol-eagle3", [f"{k}={v}" for k, v in keys.items()])
     with checkpoint.claimed(chosen):
-        if code := Trainer(chosen, target(), texts, Accelerator()).run():
+        if code := Run(Learner(chosen, target(), texts, Accelerator())).run():
             sys.exit(code)
     drafter = base.load(chosen.folder / f"checkpoint-{steps}", target())
     out: dict[str, Any] = {

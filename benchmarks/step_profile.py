@@ -33,7 +33,7 @@ from common import HERE, cell, markdown
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.overlap import row_stats
 from draftsmith.train import objective, recipe
-from draftsmith.train.loop import Trainer
+from draftsmith.train.learner import Learner
 from draftsmith.train.samples import Samples
 
 STEPS = 8
@@ -83,10 +83,10 @@ def _backward(tensor: torch.Tensor, *_: Any) -> str:
     return "draft layers backward" if tensor.dim() else "draft head backward"
 
 
-def profile(trainer: Trainer, steps: int) -> dict[str, Any]:
+def profile(learner: Learner, steps: int) -> dict[str, Any]:
     """Seconds a step by part, over `steps` steps after one to warm up."""
-    trainer._step()
-    parts, drafter, target, tokens = Parts(), trainer.drafter, trainer.target, trainer.tokens
+    learner.advance(learner.states)
+    parts, drafter, target, tokens = Parts(), learner.drafter, learner.target, learner.tokens
     places: list[tuple[Any, str, str | Callable[..., str]]] = [
         (target, "read", "target forward"),
         (target, "head", "target head"),
@@ -95,7 +95,7 @@ def profile(trainer: Trainer, steps: int) -> dict[str, Any]:
         (objective, "chunk_stats", "divergence"),
         (row_stats._Stats, "backward", "its gradient"),
         (torch.Tensor, "backward", _backward),
-        (trainer.optimizer, "step", "optimizer"),
+        (learner.optimizer, "step", "optimizer"),
         (torch.nn.utils, "get_total_norm", "optimizer"),
         (torch.nn.utils, "clip_grads_with_norm_", "optimizer"),
     ]
@@ -108,12 +108,12 @@ def profile(trainer: Trainer, steps: int) -> dict[str, Any]:
     parts.since = time.thread_time()
     began = parts.since
     for _ in range(steps):
-        trainer._step()
+        learner.advance(learner.states)
     parts.turn()
     total = time.thread_time() - began
     for one in patches:
         one.stop()
-    learned = trainer.tokens - tokens
+    learned = learner.tokens - tokens
     return {
         "seconds": {part: parts.seconds[part] / steps for part in PARTS},
         "step_seconds": total / steps,
@@ -128,9 +128,9 @@ def measure(of: str, changes: dict[str, Any], samples: Path, target: Target) -> 
         keys = {"samples": str(samples), "runs": folder, "steps": STEPS + 1, "save_every": STEPS}
         words = [f"{k}={v}" for k, v in (keys | changes).items()]
         chosen = recipe.load(of, words)
-        trainer = Trainer(chosen, target, Samples.open(samples, target, audit=0), Accelerator())
-        found = profile(trainer, STEPS)
-    return found | {"row": chosen.length, "depths": trainer.depths}
+        learner = Learner(chosen, target, Samples.open(samples, target, audit=0), Accelerator())
+        found = profile(learner, STEPS)
+    return found | {"row": chosen.length, "depths": learner.depths}
 
 
 def table(found: dict[tuple[str, str, str], dict[str, Any]]) -> str:

@@ -3,7 +3,7 @@
 Head j is `layers` residual blocks x + SiLU(W x + b) on g_a and an lm_head of its own; it predicts
 x_{a+2+j} without knowing which tokens stand between. The target is frozen; what the paper adds to
 its loss (0.8**j per head) is the recipe's depth_weights. (Medusa-2 adapts the target to the heads:
-train/adapt.py; they are served alike.)
+train/medusa2.py; they are served alike.)
 
 What a depth-j query of anchor a sees: g_a, after the target's final norm. No keys, no values, no
 token: a depth has the same law at every node of a tree, so that heads are asked once a depth.

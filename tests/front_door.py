@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.recipes import cli
-from draftsmith.train import loop as train_loop
+from draftsmith.train.learner import Learner
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: Any) -> int:
@@ -32,7 +32,7 @@ class Door:
 
     def refusal(self, *words: Any) -> str:
         """The one line on stderr with which a command is refused; nothing is computed."""
-        for owner, name in ((Decoder, "generate"), (train_loop.Trainer, "_step")):
+        for owner, name in ((Decoder, "generate"), (Learner, "advance")):
             self.monkeypatch.setattr(owner, name, never)
         self.capsys.readouterr()
         code = run(self.monkeypatch, *words)

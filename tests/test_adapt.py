@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,9 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.target import Target
 from draftsmith.recipes import commands, compare, export, report
 from draftsmith.train import __main__ as train
-from draftsmith.train import adapt, adapters, checkpoint, loop, objective, recipe
-from draftsmith.train.adapt import Adaptation
+from draftsmith.train import checkpoint, loop, lora, medusa2, objective, recipe
+from draftsmith.train.loop import Run
+from draftsmith.train.medusa2 import Medusa2
 from draftsmith.train.packing import collate
 from draftsmith.train.samples import Sample, Samples
 from training import World
@@ -65,13 +65,13 @@ def adapting(world: World, name: str, drafter: str = "medusa", **changes: Any) -
     return world.recipe(name, drafter, **KEYS | changes)
 
 
-def begun(world: World, name: str, **changes: Any) -> Adaptation:
+def begun(world: World, name: str, **changes: Any) -> Medusa2:
     """A run before its first step."""
     chosen = recipe.load(adapting(world, name, **changes))
     target = Target.load(chosen.target)
     samples = Samples.open(world.samples, target, audit=0)
     chosen.folder.mkdir(parents=True, exist_ok=True)
-    return Adaptation(chosen, target, samples, Accelerator(cpu=True))
+    return Medusa2(chosen, target, samples, Accelerator(cpu=True))
 
 
 # ---------------------------------------------------------------- the loss
@@ -81,7 +81,7 @@ class Reference:
     """Both losses of some texts in float64, text by text: plain HF models whose weights are
     W + 2 B A, no adapters, hooks, packing or chunks."""
 
-    def __init__(self, folder: Path, of: Adaptation) -> None:
+    def __init__(self, folder: Path, of: Medusa2) -> None:
         self.hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
         self.adapters = {n: self._leaf(p) for n, p in of.adapters.weights.items()}
         self.heads = {n: self._leaf(p) for n, p in of.drafter.named_parameters()}
@@ -141,7 +141,8 @@ def check_gradients(world: World, patch: pytest.MonkeyPatch | None = None) -> No
     rows = [made.learn[:2], made.learn[2:3]]
     texts = [made.samples[i] for row in rows for i in row]
     batch = collate(made.samples, rows, 64)
-    made._micro(batch, align(batch, made.depths), [], made._noise([0, 1]), 10.0)
+    alignment, noise = align(batch, made.depths), made._noise([0, 1])
+    made._micro(made.states.fill(batch, rows), alignment, noise, 10.0)
     reference = Reference(world.target, made)
     moved = torch.stack([reference.moved(text) for text in texts]).sum() / 10
     missed = torch.stack([reference.missed(text) for text in texts]).sum() / 10
@@ -165,23 +166,23 @@ def test_gradients(world: World) -> None:
 
 
 def _heads_learn_the_old_law(patch: pytest.MonkeyPatch) -> None:
-    read = Target.read
+    read, before = Target.read, []
 
     def remember(self: Target, batch: Any, taps: Any, grad: bool = False) -> Any:
         out = read(self, batch, taps, grad)
         if not grad:
-            self.before = out.final
+            before.append(out.final)
         return out
 
     def wrong(drafter: Any, batch: Any, *rest: Any) -> Any:
-        return objective.backward(drafter, replace(batch, final=drafter.target.before), *rest)
+        return objective.backward(drafter, replace(batch, final=before[-1]), *rest)
 
     patch.setattr(Target, "read", remember)
-    patch.setattr(adapt, "backward", wrong)
+    patch.setattr(medusa2, "backward", wrong)
 
 
 def _the_old_target_is_adapted_too(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(adapt.Adapters, "off", lambda self: nullcontext())
+    patch.setattr(medusa2, "around_same_weights", lambda target: target)
 
 
 def _kl_the_other_way(patch: pytest.MonkeyPatch) -> None:
@@ -191,16 +192,16 @@ def _kl_the_other_way(patch: pytest.MonkeyPatch) -> None:
         total = (q.exp() * (q - p)).sum()
         return float(total.detach()), torch.autograd.grad(total, leaf)[0]
 
-    patch.setattr(adapt, "divergence", wrong)
+    patch.setattr(medusa2, "divergence", wrong)
 
 
 def _tokens_of_the_prompt_count(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(adapt, "judged", lambda batch: batch.segment >= 0)
+    patch.setattr(medusa2, "judged", lambda batch: batch.segment >= 0)
 
 
 def _across_texts(patch: pytest.MonkeyPatch) -> None:
     """The last token of a text judged by the next one's first."""
-    patch.setattr(adapt, "judged", lambda batch: batch.made)
+    patch.setattr(medusa2, "judged", lambda batch: batch.made)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +228,7 @@ def test_what_moves(world: World) -> None:
         made = begun(world, "moves", adapt_after=0, adapt_weight=weight, warmup=0)
         heads = [p.clone() for p in made.drafter.parameters()]
         for _ in range(3):
-            made._step()
+            made.advance(made.states)
         ups = [p for n, p in made.adapters.weights.items() if "lora_B" in n]
         assert all(bool(p.any()) == bool(weight) for p in ups)
         assert all(
@@ -238,13 +239,36 @@ def test_what_moves(world: World) -> None:
                 assert torch.equal(parameter, old[name.replace(".base_layer", "")]), name
 
 
+def test_the_target_given_stays(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run to its end changes nothing of the caller's: not a weight, a module, a name, nor what
+    the samples are. Planted fault: adapters on the caller's own modules."""
+
+    def check() -> None:
+        shutil.rmtree(world.folder("given"), ignore_errors=True)
+        given = Target.load(str(world.target))
+        samples = Samples.open(world.samples, given, audit=0)
+        weights = {n: p.clone() for n, p in given.named_parameters()}
+        about, names = given.identity(), [n for n, _ in given.named_modules()]
+        chosen = recipe.load(adapting(world, "given", adapt_after=0, steps=2))
+        with checkpoint.claimed(chosen):
+            assert Run(Medusa2(chosen, given, samples, Accelerator(cpu=True))).run() == 0
+        assert given.identity() == about and not samples.foreign
+        assert [n for n, _ in given.named_modules()] == names
+        assert all(torch.equal(p, weights[n]) for n, p in given.named_parameters())
+
+    check()
+    monkeypatch.setattr(medusa2, "around_same_weights", lambda target: target)
+    with pytest.raises(AssertionError):
+        check()
+
+
 def test_heads_begin_alone(world: World) -> None:
     made = begun(world, "alone", adapt_after=0.5, warmup=0)
     adapters = list(made.adapters.weights.values())
     for _ in range(STEPS // 2):
-        made._step()
+        made.advance(made.states)
         assert all(p.grad is None for p in adapters)
-    made._step()
+    made.advance(made.states)
     assert all(p.grad is not None for p in adapters)
     assert [group["lr"] for group in made.optimizer.param_groups] != [0.0, 0.0]
     assert any(p.any() for n, p in made.adapters.weights.items() if "lora_B" in n)
@@ -346,7 +370,7 @@ def test_it_goes_on_bit_for_bit(
             assert train.main([str(path)]) == loop.STOPPED
     shutil.copytree(place, tmp_path / "kept")
     with monkeypatch.context() as patch:
-        patch.setattr(adapt.Adapters, "load", lambda self, state: None)
+        patch.setattr(lora.Adapters, "load", lambda self, state: None)
         assert train.main([str(path)]) == 0
     assert not same_target(run, place)
     shutil.rmtree(place)
@@ -385,7 +409,7 @@ def test_nan_is_named(world: World) -> None:
     made = begun(world, "nan", adapt_after=0)
     made.adapters.layers["model.layers.1.mlp.up_proj"].lora_A["default"].weight.data[0] = torch.nan
     with pytest.raises(UserError, match=r"step 1: .* is not finite; nothing was stored"):
-        made._step()
+        made.advance(made.states)
 
 
 # ---------------------------------------------------------------- mistakes
@@ -411,23 +435,23 @@ def test_recipes_that_make_no_sense(world: World, changes: dict[str, Any], line:
 def test_targets_that_cannot_be_adapted() -> None:
     target = tiny.target("Llama")
     with pytest.raises(UserError, match="adapt: 999 is above 32, the widest layer's rank"):
-        adapters.check(target, 999)
+        lora.check_target(target, 999)
     hf = tiny.hf_model("Qwen3")
     quantised = Target(hf, tiny.tokenizer(), tiny.source("q4"))
     hf.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     with pytest.raises(UserError, match="adapt: the weights of target q4 are quantised"):
-        adapters.check(quantised, RANK)
+        lora.check_target(quantised, RANK)
     del hf.config.quantization_config
     hf.generation_config.temperature = 0.5  # without do_sample, as some checkpoints are published
     with pytest.raises(UserError, match="adapt: transformers refuses to store q4's generation_co"):
-        adapters.check(quantised, RANK)
+        lora.check_target(quantised, RANK)
     for layer in quantised.layers:
         for name, module in list(layer.named_modules()):
             if isinstance(module, nn.Linear):
                 parent, _, child = name.rpartition(".")
                 setattr(layer.get_submodule(parent), child, nn.Identity())
     with pytest.raises(UserError, match="adapt: target q4 has no linear layers to adapt"):
-        adapters.check(quantised, RANK)
+        lora.check_target(quantised, RANK)
 
 
 def test_a_folder_that_is_there(world: World, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.train import __main__ as train
 from draftsmith.train import plan
-from draftsmith.train.loop import Trainer
+from draftsmith.train.learner import Learner
 from draftsmith.train.objective import Objective, backward, denominator, lesson
 from draftsmith.train.recipe import load, parse
 from draftsmith.train.weights import DepthWeights
@@ -202,8 +202,8 @@ def test_a_step_may_be_cut_anywhere(
     one = trained(world, f"ones-{drafter}", drafter)
     four = trained(world, f"four-{drafter}", drafter, rows=4, accumulation=1)
     assert apart(one, four) < 1e-3
-    noise = Trainer._noise
-    monkeypatch.setattr(Trainer, "_noise", lambda self, places: noise(self, range(len(places))))
+    noise = Learner._noise
+    monkeypatch.setattr(Learner, "_noise", lambda self, places: noise(self, range(len(places))))
     assert apart(trained(world, f"fault-{drafter}", drafter), four) > 5e-3
 
 

@@ -27,10 +27,10 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.eval.evaluate import count_parameters
 from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, cost, outline, packing, plan, recipe
-from draftsmith.train.adapt import Adaptation
 from draftsmith.train.features import FeatureCache
-from draftsmith.train.loop import Trainer
+from draftsmith.train.learner import Learner
 from draftsmith.train.lora import Lora
+from draftsmith.train.medusa2 import Medusa2
 from draftsmith.train.pace import Pace
 from draftsmith.train.packing import Cursor
 from draftsmith.train.samples import Samples
@@ -230,13 +230,13 @@ def flops(world: World, drafter: str, **changes: Any) -> tuple[float, float]:
     target = Target.load(chosen.target)
     samples = Samples.open(world.samples, target, audit=0)
     chosen.folder.mkdir(parents=True, exist_ok=True)
-    kind = Adaptation if chosen.adapt else Trainer
-    trainer = kind(chosen, target, samples, Accelerator(cpu=True))
+    kind = Medusa2 if chosen.adapt else Learner
+    learner = kind(chosen, target, samples, Accelerator(cpu=True))
     counted = FlopCounterMode(display=False)
     steps = 6
     with counted:
         for _ in range(steps):
-            trainer._step()
+            learner.advance(learner.states)
     made = plan.plan(chosen)
     return made.seconds["training"] * steps / chosen.steps, counted.get_total_flops()
 
@@ -317,7 +317,7 @@ def test_a_run_counts_as_its_plan_does(world: World, drafter: str, changes: dict
     """The disk that a run asks for as it starts: three checkpoints."""
     chosen = recipe.load(world.recipe("counts", drafter, **changes))
     target = Target.load(chosen.target)
-    kind = Adaptation if chosen.adapt else Trainer
+    kind = Medusa2 if chosen.adapt else Learner
     run = kind(chosen, target, Samples.open(world.samples, target, 0), Accelerator())
     assert 3 * run.checkpoint_size() == plan.plan(chosen).disk["checkpoints"]
 

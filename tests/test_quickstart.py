@@ -19,12 +19,12 @@ pytest.importorskip("datasets")
 import quick
 import training
 from draftsmith.eval.decoder.loop import Decoder
-from draftsmith.eval.report import report as eval_report
+from draftsmith.eval.report.report import report as eval_report
 from draftsmith.recipes import compare as house
 from draftsmith.recipes import compare_page as pages
 from draftsmith.recipes.quickstart import NEXT, RECIPES, STAGES, quickstart
 from draftsmith.train import checkpoint
-from draftsmith.train.loop import Trainer
+from draftsmith.train.learner import Learner
 from walker import NUMBER, Visible, strangers
 
 NAMES = [*RECIPES, "ngram"]
@@ -161,7 +161,7 @@ def test_again_decodes_only(
         sizes.append(len(prompts))
         return decode(self, prompts, *args, **kwargs)
 
-    monkeypatch.setattr(Trainer, "_step", never)
+    monkeypatch.setattr(Learner, "advance", never)
     monkeypatch.setattr(Decoder, "generate", counted)
     assert quickstart(whole, quick.demo(target)) == 0
     assert set(sizes) == {1} and len(sizes) >= 2 * 3 * len(NAMES), "nothing was sampled in batches"

@@ -26,7 +26,8 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.train import checkpoint, recipe
 from draftsmith.train.audit import audit
 from draftsmith.train.features import FeatureCache
-from draftsmith.train.loop import Trainer
+from draftsmith.train.learner import Learner
+from draftsmith.train.loop import Run
 from draftsmith.train.packing import collate
 from draftsmith.train.samples import Samples
 from draftsmith.train.states import Computed, States
@@ -84,27 +85,27 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 def begun(
     world: World, name: str, target: Target, states: States | None = None, **changes: Any
-) -> Trainer:
+) -> Learner:
     keys: dict[str, Any] = {"steps": 3, "save_every": 3, "feature_cache": "1GB"} | changes
     samples = Samples.open(world.samples, target, audit=0)
     chosen = recipe.load(world.recipe(name, **keys))
-    return Trainer(chosen, target, samples, Accelerator(cpu=True), states)
+    return Learner(chosen, target, samples, Accelerator(cpu=True), states)
 
 
-Source = Callable[[World, Trainer], States]
+Source = Callable[[World, Learner], States]
 
 
-def computed(world: World, made: Trainer) -> States:
+def computed(world: World, made: Learner) -> States:
     return Computed(made.target, TAPS)
 
 
-def cached(world: World, made: Trainer) -> States:
+def cached(world: World, made: Learner) -> States:
     cache = FeatureCache(made.recipe, made.target, made.samples, TAPS, "no")
     cache.prepare(made.accelerator)
     return cache
 
 
-def remembered(world: World, made: Trainer) -> States:
+def remembered(world: World, made: Learner) -> States:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
         out = importlib.import_module("common").Remembering(made.target)
@@ -112,7 +113,7 @@ def remembered(world: World, made: Trainer) -> States:
     return out
 
 
-def other_rows(world: World, made: Trainer) -> States:
+def other_rows(world: World, made: Learner) -> States:
     """Planted: the states of the rows in another order."""
     source = cached(world, made)
     fill = source.fill
@@ -120,7 +121,7 @@ def other_rows(world: World, made: Trainer) -> States:
     return source
 
 
-def stale(world: World, made: Trainer) -> States:
+def stale(world: World, made: Learner) -> States:
     """Planted: kept from before the target was another one."""
     return Computed(Target(tiny.hf_model(seed=1), tiny.tokenizer(), tiny.source()), TAPS)
 
@@ -128,11 +129,11 @@ def stale(world: World, made: Trainer) -> States:
 def gradients(world: World, source: Source) -> list[Tensor]:
     """Of two micro-batches, the first of them filled twice."""
     made = begun(world, "gradients", Target.load(str(world.target)))
-    made.states = source(world, made)
-    learn = made.learn
+    states, learn = source(world, made), made.learn
     for rows in ([learn[:2], learn[2:3]], [learn[3:4], learn[4:6]], [learn[:2], learn[2:3]]):
         batch = collate(made.samples, rows, 64)
-        made._micro(batch, align(batch, made.depths), rows, made._noise([0, 1]), 10.0)
+        alignment, noise = align(batch, made.depths), made._noise([0, 1])
+        made._micro(states.fill(batch, rows), alignment, noise, 10.0)
     return [p.grad for p in made.trained if p.grad is not None]
 
 
@@ -162,7 +163,7 @@ def trained(world: World, name: str, target: Target, states: States) -> Path:
     texts = [(i, made.samples[i].ids, made.samples[i].made) for i in made.heldout]
     assert not audit(target, texts, states, made.samples.sampler, 1e-4).fault()
     with checkpoint.claimed(made.recipe):
-        assert made.run() == 0
+        assert Run(made).run() == 0
     return made.recipe.folder
 
 

@@ -35,8 +35,10 @@ from draftsmith.eval.acceptance.replay import Replay, tables
 from draftsmith.eval.servers.agreement import walk
 from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, learner, loop
-from draftsmith.train.loop import Trainer
+from draftsmith.train.learner import Learner
+from draftsmith.train.loop import Run
 from draftsmith.train.packing import Cursor, Stream
+from draftsmith.train.weights import Sums
 from training import World, differences, metrics
 
 STEPS = 9
@@ -111,22 +113,23 @@ def test_the_best_checkpoint_serves_what_was_measured(
     target = Target.load(str(world.target))
     drafter = base.load(run / "best", target)
     chosen = train.recipe.load(run / "recipe.yaml")
-    trainer = Trainer(chosen, target, train.Samples.open(world.samples, target), _accelerator())
-    trainer.drafter = drafter
-    trainer._evaluate()
+    made = Learner(chosen, target, train.Samples.open(world.samples, target), _accelerator())
+    made.drafter = drafter
+    again = Run(made)
+    again._evaluate()
     taus = [m["tau"] for m in metrics(run) if m["kind"] == "replay" and m["step"]]
-    assert trainer.tau == max(taus)
+    assert again.journal.tau == max(taus)
     # What it yields where q's argmax is drafted: the walk of such a server through the same text.
     [line] = [m for m in metrics(run) if m["kind"] == "replay" and m["tau"] == max(taus)]
-    at_zero = [replace(batch, sampler=Sampler(0.0)) for batch in trainer._read_heldout()]
+    at_zero = [replace(batch, sampler=Sampler(0.0)) for batch in made.read_heldout(made.replayed)]
     walked = [table for batch in at_zero for table in tables(drafter, batch, 3) if table.tokens]
     passes = sum(walk(table, 3, shortens=False).passes for table in walked)
     tau = sum(table.tokens for table in walked) / passes
     assert line["tau_greedy_by_k"]["3"] == pytest.approx(tau) != pytest.approx(line["tau"])
     # However they are batched: as given, one at a time.
-    monkeypatch.setattr(loop, "alone", lambda samples, indices, size: [[[i]] for i in indices])
-    trainer._evaluate()
-    assert trainer.tau == pytest.approx(max(taus), rel=1e-6)
+    monkeypatch.setattr(learner, "alone", lambda samples, indices, size: [[[i]] for i in indices])
+    again._evaluate()
+    assert again.journal.tau == pytest.approx(max(taus), rel=1e-6)
 
 
 @pytest.mark.parametrize("cut", ["model.safetensors", "state.pt"])
@@ -215,11 +218,11 @@ def test_the_target_is_never_trained(world: World) -> None:
     before = {n: p.clone() for n, p in target.named_parameters()}
     chosen = train.recipe.load(world.recipe("frozen", "small", steps=2))
     samples = train.Samples.open(world.samples, target)
-    trainer = Trainer(chosen, target, samples, _accelerator())
+    made = Learner(chosen, target, samples, _accelerator())
     with checkpoint.claimed(chosen):
-        assert trainer.run() == 0
+        assert Run(made).run() == 0
     assert all(torch.equal(p, before[n]) for n, p in target.named_parameters())
-    assert not {id(p) for p in trainer.trained} & {id(p) for p in target.parameters()}
+    assert not {id(p) for p in made.trained} & {id(p) for p in target.parameters()}
 
 
 def apart(one: Path, two: Path) -> float:
@@ -236,12 +239,12 @@ def test_accumulation_changes_nothing(world: World, monkeypatch: pytest.MonkeyPa
     whole = trained(world, "at-once", rows=4, accumulation=1)
     assert apart(whole, trained(world, "one-by-one", rows=1, accumulation=4)) < 1e-3
 
-    def mean_of_means(self: Trainer, batch: Any, alignment: Any, *rest: Any) -> Any:
+    def mean_of_means(self: Learner, batch: Any, alignment: Any, *rest: Any) -> Any:
         own = learner.denominator(batch, alignment, self.objective)
         return micro(self, batch, alignment, *rest[:-1], max(own, 1.0) * self.recipe.accumulation)
 
-    micro = Trainer._micro
-    monkeypatch.setattr(Trainer, "_micro", mean_of_means)
+    micro = Learner._micro
+    monkeypatch.setattr(Learner, "_micro", mean_of_means)
     assert apart(whole, trained(world, "means", rows=1, accumulation=4)) > 1e-2
 
 
@@ -253,8 +256,8 @@ def test_noise_goes_by_the_row(world: World, monkeypatch: pytest.MonkeyPatch) ->
 
     whole = cut("noise-at-once", 4)
     assert apart(whole, cut("noise-one-by-one", 1)) < 1e-3
-    noise = Trainer._noise
-    monkeypatch.setattr(Trainer, "_noise", lambda self, places: noise(self, range(len(places))))
+    noise = Learner._noise
+    monkeypatch.setattr(Learner, "_noise", lambda self, places: noise(self, range(len(places))))
     assert apart(whole, cut("noise-by-batch", 1)) > 5e-3
 
 
@@ -283,7 +286,7 @@ def test_heldout_texts_are_read_batch_by_batch(
     target = Target.load(str(world.target))
     chosen = train.recipe.load(world.recipe("batches", heldout=9))
     samples = train.Samples.open(world.samples, target, audit=0)
-    trainer = Trainer(chosen, target, samples, _accelerator())
+    run = Run(Learner(chosen, target, samples, _accelerator()))
     read, seen = Target.read, []
 
     def watched(self: Target, batch: Any, *rest: Any) -> Any:
@@ -292,7 +295,7 @@ def test_heldout_texts_are_read_batch_by_batch(
         return read(self, batch, *rest)
 
     monkeypatch.setattr(Target, "read", watched)
-    trainer._evaluate()
+    run._evaluate()
     assert len(seen) == 3
 
 
@@ -348,7 +351,7 @@ def test_a_state_that_is_not_restored_is_noticed(
         if fault == "cursor":
             state["cursor"] = vars(Cursor())
         elif fault == "window":
-            state["window"] = vars(loop.Sums.zero(3))
+            state["window"] = vars(Sums.zero(3))
         elif fault == "schedule":
             state["schedule"] |= {"last_epoch": 0, "_last_lr": [0.0]}
         else:

@@ -21,7 +21,9 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, watch
-from draftsmith.train.loop import Trainer
+from draftsmith.train.journal import Journal
+from draftsmith.train.learner import Learner
+from draftsmith.train.loop import Run
 from draftsmith.train.recipe import load
 from draftsmith.train.samples import Samples, generate
 from draftsmith.train.sources import read_prompts
@@ -92,16 +94,10 @@ def test_curriculum_is_logged_and_resumes(
     assert ": lk from here on" in said and ": replay_alpha from here on" in said
     switches = [m for m in metrics(world.folder("whole")) if m["kind"] == "switch"]
     assert [m["loss"] for m in switches] == ["lk", "replay_alpha"]
-    step = Trainer._step
-
-    def stopped(self: Trainer) -> Any:
-        self.stopping = self.step + 1 == 5
-        return step(self)
-
-    monkeypatch.setattr(Trainer, "_step", stopped)
     path = world.recipe("parts", **CURRICULUM)
-    assert train.main([str(path)]) == 143
-    monkeypatch.setattr(Trainer, "_step", step)
+    with monkeypatch.context() as patch:
+        training.stop_after(patch, 5)
+        assert train.main([str(path)]) == 143
     assert train.main([str(path)]) == 0
     assert not differences(world.folder("whole"), world.folder("parts"), 8)
 
@@ -132,13 +128,13 @@ def check_masters(world: World, drafter: str, lora: int | None) -> None:
     path = world.recipe("tuned", drafter, start=str(best), lora=lora, lr=1e-6, warmup=0)
     target = Target.load(str(world.target), dtype=torch.bfloat16)
     samples = Samples.open(world.samples, target, audit=0)
-    made = Trainer(load(path), target, samples, Accelerator(cpu=True))
+    made = Learner(load(path), target, samples, Accelerator(cpu=True))
     stored = training.weights(best.parent, 1)
     for key, tensor in (made.lora.merged() if made.lora else made.drafter.weights()).items():
         assert tensor.dtype == stored[key].dtype and torch.equal(tensor, stored[key]), key
     assert {p.dtype for p in made.trained} == {torch.float32}
     before = [p.clone() for p in made.trained]
-    made._step()
+    made.advance(made.states)
     moved = [(p != q).float().mean() for p, q in zip(made.trained, before, strict=True)]
     assert sum(share > 0.5 for share in moved) >= len(moved) / (2 if lora else 1)
     assert target.dtype == torch.bfloat16
@@ -166,30 +162,23 @@ def test_a_start_is_trained_in_fp32(
 
 def spoilt(what: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From a step on a NaN stands in the features, the weights, or arrives as a gradient."""
-    micro = Trainer._micro
+    micro = Learner._micro
 
-    def wrong(self: Trainer, *args: Any) -> Any:
+    def wrong(self: Learner, batch: Any, *args: Any) -> Any:
         now = self.step + 1 == step
         if now and what == "weight":
             with torch.no_grad():
                 self.drafter.get_parameter("mlp.up_proj.weight")[0, 0] = float("nan")
         if now and what == "feature":
-            read = type(self.target).read
-
-            def broken(target: Any, batch: Any, taps: Any) -> Any:
-                out = read(target, batch, taps)
-                out.features["2"][0, 0, 0] = float("inf")
-                return out
-
-            monkeypatch.setattr(type(self.target), "read", broken)
-        sums = micro(self, *args)
+            batch.features["2"][0, 0, 0] = float("inf")
+        sums = micro(self, batch, *args)
         if now and what == "gradient":
             grad = self.drafter.get_parameter("fc.weight").grad
             assert grad is not None
             grad[0, 0] = float("nan")
         return sums
 
-    monkeypatch.setattr(Trainer, "_micro", wrong)
+    monkeypatch.setattr(Learner, "_micro", wrong)
 
 
 @pytest.mark.parametrize(
@@ -227,14 +216,14 @@ def test_unmoved_parameters_and_norms(
         out = forward(self, x)
         return out.detach() if getattr(self, "dead", False) else out
 
-    make = Trainer.__init__
+    make = Learner.__init__
 
-    def made(self: Trainer, *args: Any) -> None:
+    def made(self: Learner, *args: Any) -> None:
         make(self, *args)
         self.drafter.get_submodule("mlp.gate_proj").dead = True  # type: ignore[assignment]
 
     monkeypatch.setattr(torch.nn.Linear, "forward", cut)
-    monkeypatch.setattr(Trainer, "__init__", made)
+    monkeypatch.setattr(Learner, "__init__", made)
     assert train.main([str(world.recipe("still", steps=3, log_every=1))]) == 0
     assert "warning: never moved so far: mlp.gate_proj.weight" in capsys.readouterr().err
     for line in metrics(world.folder("still")):
@@ -249,14 +238,14 @@ def test_early_stop(
     world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """tau falls while the loss does: the run ends, the best is kept, and stays ended."""
-    write, taus = Trainer._write, iter([1.0, 1.3, 1.2, 1.1, 1.0])
+    write, taus = Journal.write, iter([1.0, 1.3, 1.2, 1.1, 1.0])
 
-    def falling(self: Trainer, **values: Any) -> None:
+    def falling(self: Journal, **values: Any) -> None:
         if values["kind"] == "replay":
             values["tau"] = next(taus)
         write(self, **values)
 
-    monkeypatch.setattr(Trainer, "_write", falling)
+    monkeypatch.setattr(Journal, "write", falling)
     path = world.recipe("early", steps=8, save_every=1, log_every=1, patience=2)
     assert train.main([str(path)]) == 0
     assert "replay tau fell from 1.300 to 1.100 over 2 replays while the loss went from" in (
@@ -272,14 +261,14 @@ def test_early_stop(
 def test_a_deleted_checkpoint_is_forgotten(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The log still holds its replay, until training goes on: it is neither the best one, nor a
     reason to end."""
-    write, taus = Trainer._write, iter([1.0, 1.3, 1.2, 1.1, 1.4, 1.1])
+    write, taus = Journal.write, iter([1.0, 1.3, 1.2, 1.1, 1.4, 1.1])
 
-    def planted(self: Trainer, **values: Any) -> None:
+    def planted(self: Journal, **values: Any) -> None:
         if values["kind"] == "replay":
             values["tau"] = next(taus)
         write(self, **values)
 
-    monkeypatch.setattr(Trainer, "_write", planted)
+    monkeypatch.setattr(Journal, "write", planted)
     path = world.recipe("deleted", steps=4, save_every=1, patience=2)
     assert train.main([str(path)]) == 0
     folder = world.folder("deleted")
@@ -291,10 +280,11 @@ def test_a_deleted_checkpoint_is_forgotten(world: World, monkeypatch: pytest.Mon
     for step in (3, 4):
         shutil.rmtree(folder / f"checkpoint-{step}")
     target = Target.load(str(world.target))
-    again = Trainer(load(path), target, Samples.open(world.samples, target, audit=0), Accelerator())
-    assert again._resume() and again.step == 2
+    samples = Samples.open(world.samples, target, audit=0)
+    again = Run(Learner(load(path), target, samples, Accelerator()))
+    assert again._resume() and again.learner.step == 2
     again._mark_best()
-    assert (folder / "best").resolve().name == "checkpoint-1" and not again._ended()
+    assert (folder / "best").resolve().name == "checkpoint-1" and not again.journal.ended()
 
 
 def test_held_out_texts_must_take_a_verify_pass(

@@ -32,7 +32,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.recipes import card, commands, export
 from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, features, learner, ranks
-from draftsmith.train.loop import Trainer
+from draftsmith.train.learner import Learner
 from draftsmith.train.parts import Parts
 from draftsmith.train.samples import generate
 from draftsmith.train.sources import read_prompts
@@ -251,14 +251,14 @@ def kill_when(path: Path, ready: Callable[[], bool], before: Callable[[], None])
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """SIGTERM reaches this process while a run is in that step."""
-    whole = Trainer._step
+    whole = Learner.advance
 
-    def stopped(self: Trainer) -> Any:
+    def stopped(self: Learner, states: Any) -> Any:
         if self.step + 1 == step:
             os.kill(os.getpid(), signal.SIGTERM)
-        return whole(self)
+        return whole(self, states)
 
-    monkeypatch.setattr(Trainer, "_step", stopped)
+    monkeypatch.setattr(Learner, "advance", stopped)
 
 
 # ---------------------------------------------------------------- what a killed process is like
@@ -267,11 +267,11 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 def slowed() -> None:
     """In the process to be killed: each step and each file of a checkpoint takes a while, so that
     a moment between two of them can be met, on a machine of any speed."""
-    step, flush, save = Trainer._step, checkpoint._flush, torch.save
+    step, flush, save = Learner.advance, checkpoint._flush, torch.save
 
-    def slow_step(self: Trainer) -> Any:
+    def slow_step(self: Learner, states: Any) -> Any:
         time.sleep(0.05)
-        return step(self)
+        return step(self, states)
 
     def slow_flush(file: Path) -> None:
         time.sleep(0.05)
@@ -285,7 +285,7 @@ def slowed() -> None:
         time.sleep(0.05)
         file.write_bytes(content)
 
-    Trainer._step = slow_step  # type: ignore[method-assign]
+    Learner.advance = slow_step  # type: ignore[method-assign]
     checkpoint._flush = slow_flush
     torch.save = slow_save
 
@@ -342,8 +342,8 @@ def measures_alone() -> None:
 
 def numbers_its_own_rows() -> None:
     """Noise by a row's place in the process, not in the step."""
-    noise = Trainer._noise
-    Trainer._noise = lambda self, places: noise(  # type: ignore[method-assign]
+    noise = Learner._noise
+    Learner._noise = lambda self, places: noise(  # type: ignore[method-assign]
         self, range(len(places))
     )
 

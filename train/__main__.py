@@ -25,8 +25,10 @@ from draftsmith.drafters.base import family
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.train import adapt, adapters, checkpoint, plan, recipe, storage, trackers
-from draftsmith.train.loop import Trainer
+from draftsmith.train import checkpoint, lora, plan, recipe, storage, trackers
+from draftsmith.train.learner import Learner
+from draftsmith.train.loop import Run
+from draftsmith.train.medusa2 import Medusa2
 from draftsmith.train.prompts import Prompt, product_prompts
 from draftsmith.train.ranks import Ranks, check_spread, launched
 from draftsmith.train.recipe import Recipe
@@ -56,7 +58,7 @@ def train(chosen: Recipe, target: Target | None = None) -> int:
             # What configs alone do not tell of a drafter (another tokenizer), before it is sampled.
             family(chosen.drafter)(target, chosen.drafter_config())
             if chosen.adapt:
-                adapters.check(target, chosen.adapt)
+                lora.check_target(target, chosen.adapt)
             if prompts is None:
                 samples = Samples.open(Path(str(chosen.samples)), target)
             else:
@@ -64,8 +66,8 @@ def train(chosen: Recipe, target: Target | None = None) -> int:
             ranks.meet()  # the data is ready: from here on no process waits for long
             accelerator = _accelerator(chosen)
             trackers.start(accelerator, chosen)
-            trainer = adapt.Adaptation if chosen.adapt else Trainer
-            code = trainer(chosen, target, samples, accelerator).run(ranks)
+            step = Medusa2 if chosen.adapt else Learner
+            code = Run(step(chosen, target, samples, accelerator)).run(ranks)
             accelerator.end_training()  # of a run that SIGTERM stopped too
             return code
 

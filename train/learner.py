@@ -1,4 +1,4 @@
-"""What a training run changes step by step, and a checkpoint keeps.
+"""One optimizer step after another: what a run changes, and a checkpoint keeps.
 
 Gradients of all micro-batches and processes are sums over one global denominator, reduced once a
 step: nothing depends on how the global batch was cut, and a run goes on with any number of
@@ -9,38 +9,36 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_cosine_schedule_with_warmup
 
-from draftsmith.drafters.base import family
-from draftsmith.drafters.batch import Alignment, Batch, align
+from draftsmith.drafters import base
+from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Noise
 from draftsmith.drafters.target.target import Target
 from draftsmith.train import checkpoint, watch
-from draftsmith.train.lora import Lora
 from draftsmith.train.objective import LOSSES, Objective, backward, denominator, lesson
-from draftsmith.train.packing import Cursor, Stream, collate
-from draftsmith.train.prior import token_counts
+from draftsmith.train.packing import Cursor, Stream, alone, collate
 from draftsmith.train.ranks import summed
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples import Samples
-from draftsmith.train.start import fresh
+from draftsmith.train.start import begin
 from draftsmith.train.states import Computed, States
 from draftsmith.train.weights import Running, Sums
 
 
 class Learner:
-    """A drafter, its optimizer, and where it stands in the samples.
+    """A drafter, its optimizer, and where it stands in the samples. The target is frozen.
 
-    The target is frozen. states: its own, with the drafter's taps; None = computed in this process.
+    states: the target's own, with the drafter's taps; None = what it computes in this process.
     """
 
     def __init__(
@@ -51,54 +49,63 @@ class Learner:
         accelerator: Accelerator,
         states: States | None = None,
     ) -> None:
-        self.recipe, self.target, self.accelerator = recipe, target, accelerator
-        self.samples = samples
-        self.learn, self.heldout = samples.split(recipe.heldout, recipe.seed)
-        self._check_heldout()
-        set_seed(recipe.seed)  # every generator whose state a checkpoint holds
-        wanted = getattr(recipe.drafter_config(), "draft_vocab", None)
-        counts = token_counts(target, states or Computed(target), samples, self.learn, wanted)
-        cls = family(recipe.drafter)
-        self.drafter = fresh(recipe, target, counts)
-        self.drafter.eval()  # a draft model's dropout would go by how the rows were cut
-        self.stored = sum(t.numel() * t.itemsize for t in self.drafter.weights().values())  # bytes
-        self.lora = Lora(self.drafter, recipe.lora) if recipe.lora else None
-        self.drafter.to(accelerator.device)
-        self.coverage = self.drafter.vocab.coverage(counts.to(accelerator.device))
-        for threshold in recipe.switch_alpha:
-            if threshold >= self.coverage:
-                raise UserError(
-                    f"switch_alpha: {threshold} can never be met: the draft vocabulary covers "
-                    f"{self.coverage:.1%} of the answers; lower it, or raise draft_vocab"
-                )
+        self.recipe, self.target, self.samples = recipe, target, samples
+        self.accelerator = accelerator
+        begun = begin(recipe, target, samples, accelerator.device, states or Computed(target))
+        self.learn, self.heldout = begun.learn, begun.heldout
+        self.drafter, self.lora = begun.drafter, begun.lora
+        self.stored, self.coverage = begun.stored, begun.coverage
         # A row that serves every depth already stands at depth 0, unless depths are multiplied.
         chained = any(LOSSES[loss].chained for loss in recipe.losses)
-        self.depths = 1 if cls.rows_shared and not chained else recipe.depths
-        self.learning: nn.Module = self.drafter  # all that has gradients
-        self.trained = [p for p in self.drafter.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(
-            self.trained, lr=recipe.lr, betas=(0.9, 0.95), weight_decay=recipe.weight_decay
-        )
-        warmup = int(recipe.warmup * recipe.steps)
-        self.schedule = get_cosine_schedule_with_warmup(self.optimizer, warmup, recipe.steps)
+        self.depths = 1 if self.drafter.rows_shared and not chained else recipe.depths
+        self.heads: list[Tensor] = [p for p in self.drafter.parameters() if p.requires_grad]
+        self.optimizer, self.schedule = self._optimizer()
+        self.trained: list[Tensor] = [p for g in self.optimizer.param_groups for p in g["params"]]
         self.stream = Stream(samples, self.learn, recipe.length, recipe.seed)
         self.batch = recipe.rows * recipe.accumulation * accelerator.num_processes  # rows a step
         self.cursor = Cursor()
-        self.exact: States = states or Computed(target, self.drafter.taps)  # what replay reads
-        self.states = self.exact  # what steps learn from: a cache rounds
+        self.states: States = states or Computed(target, self.drafter.taps)
         self.step = 0
         self.tokens = 0  # positions learned from so far
         self.running = Running.start(self.depths)  # what losses and the curriculum go by
         self.still = {n for n, p in self.drafter.named_parameters() if p.requires_grad}  # unmoved
         self.norms: dict[str, float] = {}  # of the last step's gradients, before clipping
 
+    # ---------------------------------------------------------------- what another step changes
+
+    @property
+    def learning(self) -> nn.Module:
+        """All that has gradients."""
+        return self.drafter
+
+    @property
+    def replayed(self) -> States:
+        """What replay reads."""
+        return self.states
+
+    @property
+    def moving(self) -> list[Tensor]:
+        """Those of `trained` that this step moves."""
+        return self.trained
+
+    def _optimizer(self) -> tuple[torch.optim.AdamW, LambdaLR]:
+        """It, and the schedule of its rates."""
+        recipe = self.recipe
+        optimizer = torch.optim.AdamW(
+            self.heads, lr=recipe.lr, betas=(0.9, 0.95), weight_decay=recipe.weight_decay
+        )
+        warmup = int(recipe.warmup * recipe.steps)
+        return optimizer, get_cosine_schedule_with_warmup(optimizer, warmup, recipe.steps)
+
+    # ---------------------------------------------------------------- a step
+
     @property
     def objective(self) -> Objective:
         """The one that the curriculum has come to."""
         return self.recipe.objectives[self.running.stage]
 
-    def _step(self) -> tuple[Sums, float]:
-        """One optimizer step over the next `batch` packed rows."""
+    def advance(self, states: States) -> tuple[Sums, float]:
+        """One optimizer step over the next `batch` packed rows, and its gradient's norm."""
         recipe, accelerator = self.recipe, self.accelerator
         rows, self.cursor = self.stream.take(self.cursor, self.batch)
         # Alike in a micro-batch, and in those that processes read at the same time; a step is a sum
@@ -125,21 +132,22 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         sums = Sums.zero(self.depths)
         for batch, each, part, noise in zip(batches, lessons, parts, noises, strict=True):
-            sums.add(self._micro(batch, each, part, noise, max(total, 1.0)))
+            sums.add(self._micro(self._filled(states, batch, part), each, noise, max(total, 1.0)))
         if accelerator.num_processes > 1:
             sums = sums.reduced(accelerator)
-        for parameter in self.trained:
+        moving = self.moving
+        for parameter in moving:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad = summed(accelerator, parameter.grad)
         self.still = watch.still(self.still, self.drafter)
-        if self._logs(self.step + 1):
+        if self.logs(self.step + 1):
             self.norms = watch.gradient_norms(self.learning)
-        whole = torch.nn.utils.get_total_norm([p.grad for p in self.trained if p.grad is not None])
+        whole = torch.nn.utils.get_total_norm([p.grad for p in moving if p.grad is not None])
         norm = whole.item()
         if not math.isfinite(norm):  # told before clipping spreads it over every gradient
             watch.check_finite(self.step + 1, watch.gradients(self.learning))
-        torch.nn.utils.clip_grads_with_norm_(self.trained, recipe.clip, whole)
+        torch.nn.utils.clip_grads_with_norm_(moving, recipe.clip, whole)
         self.optimizer.step()
         self.schedule.step()
         self.step += 1
@@ -147,7 +155,8 @@ class Learner:
         self.running.update(sums)
         return sums, norm
 
-    def _logs(self, step: int) -> bool:
+    def logs(self, step: int) -> bool:
+        """Whether that step gets a line in the log."""
         return step % self.recipe.log_every == 0 or step == self.recipe.steps
 
     def _noise(self, places: Sequence[int]) -> Noise:
@@ -156,11 +165,13 @@ class Learner:
         rows = torch.tensor(places, device=self.accelerator.device)
         return Noise(self.recipe.seed, rows, torch.full_like(rows, self.step))
 
-    def _micro(
-        self, batch: Batch, alignment: Alignment, rows: list[list[int]], noise: Noise, total: float
-    ) -> Sums:
+    def _filled(self, states: States, batch: Batch, rows: list[list[int]]) -> Batch:
         with self.accelerator.autocast():
-            batch = self.states.fill(batch, rows)
+            return states.fill(batch, rows)
+
+    def _micro(self, batch: Batch, alignment: Alignment, noise: Noise, total: float) -> Sums:
+        """Adds the gradients of a filled batch's loss, divided by `total`, to what is trained."""
+        with self.accelerator.autocast():
             sums = backward(
                 self.drafter, batch, alignment, self.objective, total, self.recipe.chunk,
                 self.running, noise,
@@ -168,6 +179,39 @@ class Learner:
         if not math.isfinite(sums.loss):
             watch.check_finite(self.step + 1, watch.inputs(self.drafter, batch))
         return sums
+
+    # ---------------------------------------------------------------- replays
+
+    def read_heldout(self, states: States) -> Iterator[Batch]:
+        """The held-out conversations, each batch filled when it is asked for: states are large."""
+        for rows in alone(self.samples, self.heldout, 4):
+            yield states.fill(collate(self.samples, rows, self.target.max_positions), rows)
+
+    def choose(self, replays: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+        """The best checkpoint's of a run's logged replays; the first one on ties."""
+        found = [m for m in replays if m["step"] > 0]
+        return max(found, key=lambda m: m["tau"]) if found else None
+
+    def beside_replay(self) -> tuple[str, dict[str, Any]] | None:
+        """What else is said and logged when a step was replayed."""
+        return None
+
+    def summary(self, best: dict[str, Any] | None) -> str:
+        """What a finished run has made; best: what `choose` chose."""
+        if best is None:  # the main process has yet to write it
+            return "none is replayed"
+        return f"best is checkpoint-{best['step']}, replay tau {best['tau']:.3f} at k={best['k']}"
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def save(self, more: dict[str, Any]) -> None:
+        """Writes a checkpoint, with more beside what resuming needs, on the main process."""
+        if not self.accelerator.is_main_process:
+            return
+        weights = self.lora.merged() if self.lora else self.drafter.weights()
+        watch.check_finite(self.step, weights.items())
+        state = self._state() | more
+        checkpoint.save(self.recipe.folder, self.step, self.drafter, weights, state)
 
     def _state(self) -> dict[str, Any]:
         """What a checkpoint holds beside the drafter."""
@@ -183,8 +227,25 @@ class Learner:
             "lora": self.lora.state() if self.lora else None,
         }
 
-    def _restore(self, state: dict[str, Any]) -> None:
-        """Takes what `_state` gave; the weights are loaded already."""
+    def resume(self) -> dict[str, Any] | None:
+        """Goes on from the last checkpoint: what that holds, None where there is none."""
+        folder = self.recipe.folder
+        done = checkpoint.steps(folder)
+        if not done:
+            return None
+        weights = folder / f"checkpoint-{done[-1]}/model.safetensors"
+        if self.lora is None:
+            base.load_weights(self.drafter, weights)
+        state = checkpoint.restore(folder, done[-1])
+        if self.lora:  # what lies below the adapters comes from where the run began
+            self.lora.load(state["lora"])
+            self.lora.check(weights)
+        if state["samples"] != self.samples.manifest["content_hash"]:
+            raise UserError(
+                f"{folder}: was trained on other samples than "
+                f"{self.recipe.samples or 'those in it'}; give the same ones, or another name"
+            )
+        self.drafter.to(self.accelerator.device)
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         self.batch = state.get("batch", self.batch)  # not in checkpoints of earlier versions
@@ -192,39 +253,20 @@ class Learner:
         self.step, self.tokens = state["step"], state["tokens"]
         self.running = Running(**state["running"])
         self.still = set(state["still"])
+        return state
+
+    def announce(self, say: Callable[[str], None]) -> None:
+        """Says what else is about to be made. Raises UserError for what is in its way."""
 
     def checkpoint_size(self) -> int:
         """Bytes of a checkpoint, about."""
         trained = sum(p.numel() for p in self.trained)
         return checkpoint.size(self.stored, trained, trained if self.lora else 0)
 
-    def _check_heldout(self) -> None:
-        """Raises UserError where replay could not tell checkpoints apart: no tau without a pass."""
-        texts = (collate(self.samples, [[i]], self.target.max_positions) for i in self.heldout)
-        if not any(bool(align(text, 1).exists.any()) for text in texts):
-            raise UserError(
-                f"heldout: no answer of the {len(self.heldout)} held-out conversations has two "
-                "tokens, so none takes a verify pass; raise heldout"
-            )
-
-    def _check_replicas(self) -> None:
-        """Raises UserError unless all processes begin alike: on a disk that nodes do not share, one
-        would go on with a run and the other begin it anew."""
+    def fingerprint(self) -> list[int]:
+        """Equal where two processes stand at the same step, with the same samples and weights."""
         crc = zlib.crc32(self.samples.manifest["content_hash"].encode())
         for parameter in self.trained:
             numbers = parameter.detach().reshape(-1).view(torch.uint8).cpu().numpy().data
             crc = zlib.crc32(numbers, crc)
-        mine = torch.tensor([self.step, crc], device=self.accelerator.device)
-        other = summed(self.accelerator, mine) != self.accelerator.num_processes * mine
-        if self._any(bool(other.any())):  # told by all, or some would wait for the others
-            raise UserError(
-                f"{self.recipe.folder}: processes begin with different steps, samples or weights; "
-                "put runs, samples and start on a disk that all nodes share"
-            )
-
-    def _any(self, here: bool) -> bool:
-        """Whether it holds on any process: all must leave the loop together."""
-        if self.accelerator.num_processes == 1:
-            return here
-        flag = torch.tensor([float(here)], device=self.accelerator.device)
-        return bool(summed(self.accelerator, flag).item())
+        return [self.step, crc]

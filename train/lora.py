@@ -1,20 +1,25 @@
-"""LoRA fine-tuning of a drafter through peft: adapters are trained, the merged weights are stored.
+"""LoRA through peft: adapters are trained, the merged weights are stored.
 
-A checkpoint holds the drafter as it is served, adapters merged, so that eval and every exporter
-take it for any other one; the adapters themselves lie beside, for resuming. (Hu et al. 2021,
-arXiv 2106.09685; scaling is 2, alpha = 2 r, as peft's examples have it.)
+On a drafter (`Lora`), a checkpoint holds it as it is served, adapters merged, so that eval and
+every exporter take it for any other one; the adapters themselves lie beside, for resuming. On a
+target (`Adapters`) they are trained by medusa2.py. (Hu et al. 2021, arXiv 2106.09685; scaling is 2,
+alpha = 2 r, as peft's examples have it.)
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from draftsmith.drafters.base import Drafter, read_weights
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.target.causal_lm import CausalLM
+from draftsmith.drafters.target.target import Target
 
 
 class Lora:
@@ -96,3 +101,64 @@ def linears(drafter: Drafter) -> dict[str, nn.Linear]:
             f"lora: a {drafter.family} drafter has no linear layer that is trained; leave it out"
         )
     return found
+
+
+def check_target(target: Target, rank: int) -> None:
+    """Raises UserError for a target that cannot take such adapters, or not be stored with them."""
+    spec = target.source.spec
+    if getattr(target.hf.config, "quantization_config", None):
+        raise UserError(
+            f"adapt: the weights of target {spec} are quantised, and adapters cannot be merged "
+            "into them; name a checkpoint that is not"
+        )
+    adapted = layer_linears(target)
+    if not adapted:
+        raise UserError(f"adapt: target {spec} has no linear layers to adapt; leave adapt out")
+    check_rank("adapt", adapted, rank)
+    with tempfile.TemporaryDirectory() as folder:
+        try:  # told now, not when all is trained
+            target.hf.generation_config.save_pretrained(folder)
+        except ValueError as error:
+            line = " ".join(str(error).split())[:200]
+            raise UserError(
+                f"adapt: transformers refuses to store {spec}'s generation_config.json ({line}); "
+                "correct it in a local copy"
+            ) from None
+
+
+def layer_linears(target: CausalLM) -> dict[str, nn.Linear]:
+    """What adapters go on, by name: every linear of the decoder layers, so never the lm_head."""
+    inside = {id(module) for module in target.layers.modules()}
+    named = target.hf.named_modules()
+    return {n: m for n, m in named if isinstance(m, nn.Linear) and id(m) in inside}
+
+
+class Adapters:
+    """LoRA on a target's linears, in fp32, all else in it frozen."""
+
+    def __init__(self, target: Target, rank: int) -> None:
+        self.hf = target.hf
+        names = layer_linears(target)
+        inject(self.hf, names, rank)
+        self.layers: dict[str, Any] = {name: self.hf.get_submodule(name) for name in names}
+        self.weights = {n: p for n, p in self.hf.named_parameters() if p.requires_grad}
+
+        self.size = sum(p.numel() for p in self.weights.values())
+
+    def state(self) -> dict[str, Tensor]:
+        return {name: p.detach().cpu() for name, p in self.weights.items()}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Takes adapters that `state` gave."""
+        for name, tensor in state.items():
+            self.weights[name].copy_(tensor)
+
+    def merge(self) -> None:
+        """Adds them to weights of its own, for good: the target is a plain model again."""
+        for name, layer in self.layers.items():
+            base = layer.get_base_layer()
+            base.weight = nn.Parameter(base.weight.clone(), requires_grad=False)
+            layer.merge()
+            parent, _, child = name.rpartition(".")
+            setattr(self.hf.get_submodule(parent), child, base)

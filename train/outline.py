@@ -16,7 +16,7 @@ from draftsmith.drafters.parts.layers import SelfAttention
 from draftsmith.drafters.target.causal_lm import CausalLM
 from draftsmith.drafters.target.shell import Shell
 from draftsmith.drafters.target.source import Source, resolve
-from draftsmith.train import adapters, storage
+from draftsmith.train import lora, storage
 from draftsmith.train.lora import linears
 from draftsmith.train.packing import Stream, teaching
 from draftsmith.train.prompts import Prompt, product_prompts
@@ -74,7 +74,7 @@ class Outline:
             self.drafter, self.trained = outlined_drafter(recipe, shell)
         # Bytes of the drafter as it is stored: whole, whatever share of it is trained.
         self.stored = sum(t.numel() * t.itemsize for t in self.drafter.weights().values())
-        self.adapted = list(adapters.linears(self.target).values()) if recipe.adapt else []
+        self.adapted = list(lora.layer_linears(self.target).values()) if recipe.adapt else []
         of_target = sum(
             (recipe.adapt or 0) * (m.in_features + m.out_features) for m in self.adapted
         )

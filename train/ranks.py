@@ -173,6 +173,26 @@ def summed(accelerator: Accelerator, tensor: Tensor) -> Tensor:
         raise _lost(accelerator.process_index, "another process") from None
 
 
+def check_alike(accelerator: Accelerator, numbers: Sequence[int], folder: Path) -> None:
+    """Raises UserError unless all processes begin alike: on a disk that nodes do not share, one
+    would go on with a run and the other begin it anew. numbers: equal where they do."""
+    mine = torch.tensor(numbers, device=accelerator.device)
+    other = summed(accelerator, mine) != accelerator.num_processes * mine
+    if on_any(accelerator, bool(other.any())):  # told by all, or some would wait for the others
+        raise UserError(
+            f"{folder}: processes begin with different steps, samples or weights; "
+            "put runs, samples and start on a disk that all nodes share"
+        )
+
+
+def on_any(accelerator: Accelerator, here: bool) -> bool:
+    """Whether it holds on any process: all must leave a loop together."""
+    if accelerator.num_processes == 1:
+        return here
+    flag = torch.tensor([float(here)], device=accelerator.device)
+    return bool(summed(accelerator, flag).item())
+
+
 def _lost(index: int, who: str) -> UserError:
     return UserError(
         f"process {index}: {who} of this launch has ended; what it said tells why. The same "

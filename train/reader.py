@@ -76,6 +76,10 @@ class Samples:
         out.prove(target, audit)
         return out
 
+    def as_foreign(self) -> Samples:
+        """The same texts, read as not the target's own."""
+        return Samples(self.folder, self.manifest | {"foreign": True}, self._rows)
+
     def __len__(self) -> int:
         return len(self._rows)
 

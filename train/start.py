@@ -1,19 +1,75 @@
-"""The drafter that a run begins with."""
+"""What a run begins with: its texts, and a drafter that is new, stored, or another toolkit's."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from accelerate.utils import set_seed
 from torch import Tensor
 
 from draftsmith.drafters import foreign
 from draftsmith.drafters.base import Drafter, family
+from draftsmith.drafters.batch import align
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.shell import Shell
+from draftsmith.train.lora import Lora
+from draftsmith.train.packing import collate
+from draftsmith.train.prior import token_counts
 from draftsmith.train.recipe import Recipe
+from draftsmith.train.samples import Samples
+from draftsmith.train.states import States
 
 
-def fresh(recipe: Recipe, target: Shell, counts: Tensor) -> Drafter:
+@dataclass(frozen=True)
+class Start:
+    """learn, heldout: which samples. stored: bytes of the drafter in a checkpoint. coverage: share
+    of the answers' tokens in the draft vocabulary."""
+
+    learn: list[int]
+    heldout: list[int]
+    drafter: Drafter
+    stored: int
+    lora: Lora | None
+    coverage: float
+
+
+def begin(
+    recipe: Recipe, target: Shell, samples: Samples, device: torch.device, states: States
+) -> Start:
+    """states: of the target, whatever its taps. Raises UserError for what cannot be trained."""
+    learn, heldout = samples.split(recipe.heldout, recipe.seed)
+    _check_heldout(samples, heldout, target.max_positions)
+    set_seed(recipe.seed)  # every generator whose state a checkpoint holds
+    wanted = getattr(recipe.drafter_config(), "draft_vocab", None)
+    counts = token_counts(target, states, samples, learn, wanted)
+    drafter = _drafter(recipe, target, counts)
+    drafter.eval()  # a draft model's dropout would go by how the rows were cut
+    stored = sum(t.numel() * t.itemsize for t in drafter.weights().values())
+    lora = Lora(drafter, recipe.lora) if recipe.lora else None
+    drafter.to(device)
+    coverage = drafter.vocab.coverage(counts.to(device))
+    for threshold in recipe.switch_alpha:
+        if threshold >= coverage:
+            raise UserError(
+                f"switch_alpha: {threshold} can never be met: the draft vocabulary covers "
+                f"{coverage:.1%} of the answers; lower it, or raise draft_vocab"
+            )
+    return Start(learn, heldout, drafter, stored, lora, coverage)
+
+
+def _check_heldout(samples: Samples, heldout: list[int], longest: int) -> None:
+    """Raises UserError where replay could not tell checkpoints apart: no tau without a pass."""
+    texts = (collate(samples, [[i]], longest) for i in heldout)
+    if not any(bool(align(text, 1).exists.any()) for text in texts):
+        raise UserError(
+            f"heldout: no answer of the {len(heldout)} held-out conversations has two "
+            "tokens, so none takes a verify pass; raise heldout"
+        )
+
+
+def _drafter(recipe: Recipe, target: Shell, counts: Tensor) -> Drafter:
     """A new drafter, or the one stored in the recipe's `start`: ours, or one that another toolkit
     published or a server loads (`foreign.read`), whose draft vocabulary is kept. Its weights are
     fp32 whatever the target's dtype: in bf16 most updates would be rounded away.

@@ -84,7 +84,7 @@ class Shell(Ends):
     def identity(self) -> dict[str, Any]:
         """What names this target in manifests and checkpoints.
 
-        With "adapted_from" where `train/adapt.py` made it: see there.
+        With "adapted_from" where `train/medusa2.py` made it: see there.
         """
         return dict(self._identity)
 

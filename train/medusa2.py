@@ -5,11 +5,11 @@ target's decoder layers are trained together with the heads. What reaches them i
 
     KL(old target || adapted target) + adapt_weight * the heads' loss
 
-summed over the tokens that the old target made. The old target is the same weights with the
-adapters switched off: there is no second copy. The heads learn the adapted target's own law,
-detached, so that their loss moves the state they read and never the law they are compared with.
-They begin alone (adapt_after), at a rate of their own: a target that follows untrained heads is
-spoilt for nothing.
+summed over the tokens that the old target made. Both targets are modules of their own around the
+same weights: there is no second copy until the adapters are merged. The heads learn the adapted
+target's own law, detached, so that their loss moves the state they read and never the law they are
+compared with. They begin alone (adapt_after), at a rate of their own: a target that follows
+untrained heads is spoilt for nothing.
 
 The run ends with RUN/target, an ordinary model folder with the adapters merged, and its best
 checkpoint is that of its heads. Nothing of the old target holds for the new one: samples are
@@ -19,10 +19,11 @@ far it moved, stands in its config.json as "adapted_from".
 
 from __future__ import annotations
 
+import copy
 import math
 import shutil
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,12 +39,15 @@ from draftsmith.drafters.target.causal_lm import CausalLM
 from draftsmith.drafters.target.source import Source, resolve
 from draftsmith.drafters.target.target import Target
 from draftsmith.train import checkpoint, watch
-from draftsmith.train.adapters import Adapters
-from draftsmith.train.loop import Trainer
+from draftsmith.train.learner import Learner
+from draftsmith.train.lora import Adapters
 from draftsmith.train.objective import backward
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples import Samples
+from draftsmith.train.states import Computed, States
 from draftsmith.train.weights import Sums
+
+TAPS = ("normed",)  # of Medusa heads
 
 
 def judged(batch: Batch) -> Tensor:
@@ -78,47 +82,55 @@ def divergence(
     return total, slope
 
 
-class Adaptation(Trainer):
-    """One run that makes a new target, with its heads. `target` is changed in place."""
+class Medusa2(Learner):
+    """Steps that make a new target, with its heads. The one given stays as it is: the new one is
+    other modules around the same weights, but for its adapters."""
 
     def __init__(
         self, recipe: Recipe, target: Target, samples: Samples, accelerator: Accelerator
     ) -> None:
-        super().__init__(recipe, target, samples, accelerator)
-        self.old = target.identity()
-        self.adapters = Adapters(target, recipe.adapt or 0)
+        self.old = target
+        self.place = recipe.folder / "target"
+        self.scratch = recipe.folder / ".writing-target"
         self.first = int(recipe.adapt_after * recipe.steps)  # step that begins to adapt
-        self.heads = self.trained
-        self.trained = [*self.heads, *self.adapters.weights.values()]
-        self.learning = nn.ModuleDict({"heads": self.drafter, "target": target.hf})
+        self.drift = {"kl": 0.0, "kl_tokens": 0}
+        new = around_same_weights(target)
+        new.become(self._named("unfinished"))
+        # They are the old target's: replay on them is biased.
+        super().__init__(recipe, new, samples.as_foreign(), accelerator, Computed(target, TAPS))
+
+    def _named(self, revision: str) -> Source:
+        return Source(str(self.place), str(self.place), revision, "folder")
+
+    def _optimizer(self) -> tuple[torch.optim.AdamW, LambdaLR]:
+        """As the heads' own, and with the adapters, which are made here."""
+        recipe = self.recipe
+        self.adapters = Adapters(self.target, recipe.adapt or 0)
         groups = [
             {"params": self.heads, "lr": recipe.lr},
             {"params": list(self.adapters.weights.values()), "lr": recipe.adapt_lr},
         ]
-        self.optimizer = torch.optim.AdamW(
-            groups, betas=(0.9, 0.95), weight_decay=recipe.weight_decay
-        )
-        shares = [_cosine(first, recipe) for first in (0, self.first)]
-        self.schedule = LambdaLR(self.optimizer, shares)
-        self.drift = {"kl": 0.0, "kl_tokens": 0}
-        self.place = recipe.folder / "target"
-        self.scratch = recipe.folder / ".writing-target"
-        samples.foreign = True  # they are the old target's: replay on them is biased
-        target.become(Source(str(self.place), str(self.place), "unfinished", "folder"))
+        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=recipe.weight_decay)
+        return optimizer, LambdaLR(optimizer, [_cosine(first, recipe) for first in (0, self.first)])
+
+    @property
+    def learning(self) -> nn.Module:
+        return nn.ModuleDict({"heads": self.drafter, "target": self.target.hf})
+
+    @property
+    def replayed(self) -> States:
+        return Computed(self.target, TAPS)
+
+    @property
+    def moving(self) -> list[Tensor]:
+        return self.heads if self.step < self.first else self.trained
 
     @property
     def _rows(self) -> int:
         """Positions whose laws are alive at a time: as many as a chunk of the heads' rows has."""
         return max(1, self.recipe.chunk // self.depths)
 
-    def _step(self) -> tuple[Sums, float]:
-        adapters = self.adapters.weights.values() if self.step >= self.first else ()
-        self.trained = [*self.heads, *adapters]
-        return super()._step()
-
-    def _micro(
-        self, batch: Batch, alignment: Alignment, rows: list[list[int]], noise: Noise, total: float
-    ) -> Sums:
+    def _micro(self, batch: Batch, alignment: Alignment, noise: Noise, total: float) -> Sums:
         """Adds the gradients of heads and adapters; `total` divides both losses, as a token's KL
         stands beside the sum of its depths' losses in the paper.
 
@@ -126,13 +138,10 @@ class Adaptation(Trainer):
         size: AdamW would divide the factor out, but for a jolt where the adapters join.
         """
         if self.step < self.first:
-            return super()._micro(batch, alignment, rows, noise, total)
-        recipe, target = self.recipe, self.target
-        batch = batch.to(target.device)
+            return super()._micro(batch, alignment, noise, total)
+        recipe, target, old = self.recipe, self.target, batch.final
         with self.accelerator.autocast():
-            with self.adapters.off():
-                old = target.read(batch, ()).final  # (B, T, H)
-            target.read(batch, self.drafter.taps, grad=True)
+            target.read(batch, TAPS, grad=True)
             new, normed = batch.final, batch.features["normed"]
             assert old is not None and new is not None
             batch.final = new.detach()
@@ -150,45 +159,38 @@ class Adaptation(Trainer):
 
     # ------------------------------------------------------------ how far the target moved
 
-    def _drift(self, merge: bool = False) -> dict[str, Any]:
-        """Mean KL of the new target from the old one on the held-out tokens.
-
-        merge: the adapters are merged in between, and the weights as they are stored are measured.
-        """
+    def _moved(self) -> dict[str, Any]:
+        """Mean KL of the new target from the old one on the held-out tokens."""
+        total, tokens = 0.0, 0
+        pairs = zip(*map(self.read_heldout, (self.states, self.replayed)), strict=True)
         with self.accelerator.autocast():
-            with self.adapters.off():
-                old = [cast(Tensor, batch.final).cpu() for batch in self._read_heldout()]
-            if merge:
-                self.adapters.merge()
-            total, tokens = 0.0, 0
-            for before, batch in zip(old, self._read_heldout(), strict=True):
-                assert batch.final is not None
-                where, before = judged(batch), before.to(batch.device)
-                total += divergence(self.target, before, batch.final, where, self._rows)[0]
+            for before, batch in pairs:
+                assert before.final is not None and batch.final is not None
+                where = judged(batch)
+                total += divergence(self.target, before.final, batch.final, where, self._rows)[0]
                 tokens += int(where.sum())
         return {"kl": total / max(tokens, 1), "kl_tokens": tokens}
 
-    def _evaluate(self) -> None:
-        super()._evaluate()
+    def beside_replay(self) -> tuple[str, dict[str, Any]] | None:
         if self.step <= self.first:
-            return
+            return None
         if self.step < self.recipe.steps:
-            self.drift = self._drift()
-        self._say(
-            f"step {self.step}: the target has moved {self.drift['kl']:.4f} nats a token "
-            f"(KL on {self.drift['kl_tokens']:,} held-out tokens)"
+            self.drift = self._moved()
+        said = (
+            f"the target has moved {self.drift['kl']:.4f} nats a token (KL on "
+            f"{self.drift['kl_tokens']:,} held-out tokens)"
         )
-        self._write(kind="drift", **self.drift)
+        return said, {"kind": "drift", **self.drift}
 
-    def _best(self) -> dict[str, Any] | None:
+    def choose(self, replays: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         """The last step's: the highest tau would be that of the target that gave most away."""
-        return next((m for m in self._replays() if m["step"] == self.recipe.steps), None)
+        return next((m for m in replays if m["step"] == self.recipe.steps), None)
 
-    def _best_line(self) -> str:
+    def summary(self, best: dict[str, Any] | None) -> str:
         run = self.recipe.folder
         return (
             f"the new target is {self.place}, {self.drift['kl']:.4f} nats a token from "
-            f"{self.old['spec']}, its heads are {run}/best; `draftsmith report {run}` lets it "
+            f"{self.old.source.spec}, its heads are {run}/best; `draftsmith report {run}` lets it "
             "write text of its own and measures them on that"
         )
 
@@ -197,35 +199,35 @@ class Adaptation(Trainer):
     def _state(self) -> dict[str, Any]:
         return super()._state() | {"adapters": self.adapters.state()}
 
-    def _restore(self, state: dict[str, Any]) -> None:
-        super()._restore(state)
+    def resume(self) -> dict[str, Any] | None:
+        state = super().resume()
+        if state is None:
+            return None
         self.adapters.load(state["adapters"])
-
-    def _resume(self) -> bool:
-        resumed = super()._resume()
-        if resumed and self.step == self.recipe.steps:
-            if self.accelerator.is_main_process and self.scratch.exists():
-                # Killed between the last checkpoint and this: it was whole by then.
-                checkpoint.publish(self.scratch, self.place)
+        if self.step == self.recipe.steps:
+            # Killed between the last checkpoint and this: it was whole by then.
+            if self.scratch.exists():
+                self._publish()
             self._finish()
             self._publish()
-        return resumed
+        return state
 
-    def _save(self) -> None:
+    def save(self, more: dict[str, Any]) -> None:
         watch.check_finite(self.step, self.adapters.weights.items())
         if self.step == self.recipe.steps:
             self._finish()
-        super()._save()
+        super().save(more)
         if self.step == self.recipe.steps:
             self._publish()
 
     def _finish(self) -> None:
         """Merges the adapters and writes the new target beside its place, unless it is there."""
-        self.drift = self._drift(merge=True)
-        hf, tokenizer = self.target.hf, self.target.tokenizer
+        self.adapters.merge()
+        self.drift = self._moved()  # by the weights as they are stored
+        hf, old = self.target.hf, self.old.identity()
         hf.config.adapted_from = {
-            "spec": self.old["spec"],
-            "revision": self.old["revision"],
+            "spec": old["spec"],
+            "revision": old["revision"],
             "rank": self.recipe.adapt,
             "steps": self.step,
             "heads_alone": self.first,
@@ -239,30 +241,27 @@ class Adaptation(Trainer):
             shutil.rmtree(self.scratch, ignore_errors=True)
             try:
                 hf.save_pretrained(self.scratch)
-                tokenizer.save_pretrained(self.scratch)
+                self.target.tokenizer.save_pretrained(self.scratch)
             except (OSError, SafetensorError) as error:
                 raise UserError(
                     f"{self.place}: cannot be written ({' '.join(str(error).split())[:200]}); the "
                     "last checkpoint is intact: make room, and run the same command again"
                 ) from None
         stored = self.place if self.place.exists() else self.scratch
-        revision = resolve(str(stored.absolute())).revision
-        self.target.become(Source(str(self.place), str(self.place), revision, "folder"))
-
-    def checkpoint_size(self) -> int:
-        adapters = sum(p.numel() for p in self.adapters.weights.values())
-        return super().checkpoint_size() + 4 * adapters
+        self.target.become(self._named(resolve(str(stored.absolute())).revision))
 
     def _publish(self) -> None:
         if self.accelerator.is_main_process and not self.place.exists():
             checkpoint.publish(self.scratch, self.place)
 
-    def _start_log(self, resumed: bool) -> None:
-        super()._start_log(resumed)
-        adapters = sum(p.numel() for p in self.adapters.weights.values())
-        self._say(
-            f"adapting {self.old['spec']} by LoRA of rank {self.recipe.adapt} ({adapters:,} of "
-            f"those weights) from step {self.first} on; the new target will be {self.place}"
+    def checkpoint_size(self) -> int:
+        return super().checkpoint_size() + 4 * self.adapters.size
+
+    def announce(self, say: Callable[[str], None]) -> None:
+        say(
+            f"adapting {self.old.source.spec} by LoRA of rank {self.recipe.adapt} "
+            f"({self.adapters.size:,} of those weights) from step {self.first} on; the new target "
+            f"will be {self.place}"
         )
         if self.step == self.recipe.steps:
             return
@@ -277,6 +276,12 @@ class Adaptation(Trainer):
                 f"{self.place}: needs {need / 2**20:.0f} MiB, the disk has {free / 2**20:.0f}; "
                 "free some"
             )
+
+
+def around_same_weights(target: Target) -> Target:
+    """The same target in modules of its own: those that are put into it reach no other one."""
+    shared = [*target.parameters(), *target.buffers(), target.tokenizer]
+    return copy.deepcopy(target, {id(one): one for one in shared})
 
 
 def _cosine(first: int, recipe: Recipe) -> Callable[[int], float]:

@@ -7,7 +7,7 @@ the drafter, then without it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from draftsmith.drafters.base import Drafter
@@ -64,9 +64,6 @@ class Decoded:
     texts_equal_to_baseline: int | None
     clock: Steadiness
 
-    def report(self) -> dict[str, Any]:
-        return asdict(self) | {"clock": self.clock.report()}
-
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -97,29 +94,18 @@ class Evaluation:
 
     def report(self) -> dict[str, Any]:
         """report.json's content."""
-        replay: dict[str, Any] | None = None
+        found = asdict(replace(self, replay=None))
         if self.replay:
             pooled = self.replay.pooled
-            replay = {"tau": pooled.tau, "tau_ci": pooled.ends}
-            replay |= {"alpha": pooled.alpha, "tau_by_k": self.replay.tau_by_k}
-        return {
-            "target": self.target,
-            "drafter": {"family": self.family, "parameters": self.parameters},
-            "sampler": vars(self.sampler),
+            found["replay"] = {"tau": pooled.tau, "tau_ci": pooled.ends, "alpha": pooled.alpha}
+            found["replay"]["tau_by_k"] = self.replay.tau_by_k
+        found["decode"]["clock"] = self.decode.clock.report()
+        drafter = {name: found.pop(name) for name in ("family", "parameters")}
+        return found | {
+            "drafter": drafter,
             "k": self.policy.k,
             "policy": str(self.policy),
-            "max_new_tokens": self.max_new_tokens,
-            "prompts": self.prompts,
-            "replay": replay,
-            "by_domain": self.by_domain and {n: asdict(a) for n, a in self.by_domain.items()},
-            "repetitive": self.repetitive and {n: asdict(a) for n, a in self.repetitive.items()},
-            "decode": self.decode.report(),
             "parity": self.parity and self.parity.report(),
-            "break_even_tau": self.break_even_tau,
-            "predicted_speedup": self.predicted_speedup,
-            "device": self.device,
-            "dtype": self.dtype,
-            "seed": self.seed,
             **provenance(),
         }
 

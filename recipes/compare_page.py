@@ -13,7 +13,6 @@ from rich.table import Table
 
 from draftsmith.eval.report import plots
 from draftsmith.eval.report import report as pages
-from draftsmith.eval.report.charts import Chart, span
 from draftsmith.eval.report.report import fixed
 from draftsmith.eval.speed import clocks
 from draftsmith.train import checkpoint
@@ -178,7 +177,10 @@ def about(report: Report) -> str:
 def page(report: Report) -> str:
     """compare.html, in the look of `draftsmith report`'s page."""
     rows = {at: ordered(report, at) for at in samplers(report)}
-    charts = {f"alpha {at}": alpha(report, at) for at in rows}
+    charts = {}
+    for at in rows:
+        replays = {name: found["at"][at]["replay"] for name, found in report["drafters"].items()}
+        charts[f"alpha {at}"] = plots.alpha_per_depth(replays, report["k"], COLOURS)
     charts |= {f"round {at}": rounds(report, at) for at in rows}
     shown = report | {
         "rows": {
@@ -196,23 +198,6 @@ def page(report: Report) -> str:
         "colours": COLOURS,
     }
     return pages.render("compare.html.j2", shown, charts)
-
-
-def alpha(report: Report, at: str) -> str:
-    """alpha per depth, a line for each drafter."""
-    depths = range(report["k"])
-    found = {name: d["at"][at]["replay"]["alpha"] for name, d in report["drafters"].items()}
-    known = [a for of in found.values() for a in of if a is not None]
-    chart = Chart(f"alpha per depth, {at}", (-0.3, report["k"] - 0.7), span(known, floor=0.0))
-    chart.y_axis()
-    chart.x_axis("depth j", [(j, str(j)) for j in depths])
-    for i, (name, of) in enumerate(found.items()):
-        points = [(j, a) for j, a in enumerate(of) if a is not None]
-        style = f"s{i % COLOURS}"
-        chart.line(points, style)
-        for j, a in points:
-            chart.dot(j, a, style, f"{name}, depth {j}: {a:.3f}")
-    return chart.svg()
 
 
 def rounds(report: Report, at: str) -> str:

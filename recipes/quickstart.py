@@ -70,7 +70,7 @@ class Demo:
     eagle: tuple[str, ...] = ("steps=100", "save_every=50", "heldout=8")
     heldout_prompts: int = 12
     decode_prompts: int = 6
-    decode_tokens: int = 40
+    decode_tokens: int = 32
 
 
 def quickstart(folder: Path, demo: Demo | None = None) -> int:

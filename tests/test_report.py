@@ -309,7 +309,7 @@ def test_a_depth_tried_seldom_is_not_drawn(report: dict[str, Any]) -> None:
     seldom = json.loads(json.dumps(report))
     for found in seldom["replay"].values():
         found["reached"] = [100.0, 100.0, 9.0]
-    assert plots.alpha_per_depth(seldom).count("<circle") == 4
+    assert plots.alpha_per_depth(seldom["replay"], K).count("<circle") == 4
 
 
 # ---------------------------------------------------------------- the sample text

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from draftsmith.eval.acceptance.intervals import FEW
 from draftsmith.eval.report.charts import Chart, span, ticks
 
 Report = dict[str, Any]
@@ -13,7 +14,7 @@ Report = dict[str, Any]
 def plots(report: Report) -> dict[str, str]:
     """SVG by name."""
     return {
-        "alpha": alpha_per_depth(report),
+        "alpha": alpha_per_depth(report["replay"], report["k"]),
         "tau": tau_by_k(report),
         "learning": learning_curve(report),
         "speedup": speedup_by_k(report),
@@ -22,28 +23,27 @@ def plots(report: Report) -> dict[str, str]:
     }
 
 
-def alpha_per_depth(report: Report) -> str:
-    """alpha_j with intervals, a series for each sampler."""
-    best = report["replay"]
-    depths = range(report["k"])
-    few = report["method"]["few"]
-
-    def enough(j: int, found: Report) -> bool:
-        return found["alpha"][j] is not None and found["reached"][j] >= few
-
-    tops = [r["alpha_ci"][j][1] for r in best.values() for j in depths if enough(j, r)]
-    chart = Chart("alpha per depth", (-0.4, report["k"] - 0.6), span(tops or [1.0], floor=0.0))
+def alpha_per_depth(found: Mapping[str, Report], k: int, colours: int = 8) -> str:
+    """alpha_j with intervals, where enough rounds tried a depth; a series for each replay."""
+    known = [
+        [(j, a) for j, a in enumerate(r["alpha"]) if a is not None and r["reached"][j] >= FEW]
+        for r in found.values()
+    ]
+    replays = list(found.items())
+    tops = [
+        r["alpha_ci"][j][1] for (_, r), some in zip(replays, known, strict=True) for j, _ in some
+    ]
+    chart = Chart("alpha per depth", (-0.4, k - 0.6), span(tops or [1.0], floor=0.0))
     chart.y_axis()
-    chart.x_axis("depth j", [(j, str(j)) for j in depths])
-    for i, (label, found) in enumerate(best.items()):
-        shift = _shift(i, len(best), 0.12)
-        known = [(j, found["alpha"][j]) for j in depths if enough(j, found)]
-        chart.line([(j + shift, a) for j, a in known], f"s{i}")
-        for j, a in known:
-            low, high = found["alpha_ci"][j]
-            chart.whisker(j + shift, low, high, f"s{i}")
+    chart.x_axis("depth j", [(j, str(j)) for j in range(k)])
+    for i, (label, replay) in enumerate(replays):
+        shift, style = _shift(i, len(replays), 0.12), f"s{i % colours}"
+        chart.line([(j + shift, a) for j, a in known[i]], style)
+        for j, a in known[i]:
+            low, high = replay["alpha_ci"][j]
+            chart.whisker(j + shift, low, high, style)
             told = f"{label}, depth {j}: {a:.3f} [{low:.3f}, {high:.3f}]"
-            chart.dot(j + shift, a, f"s{i}", told)
+            chart.dot(j + shift, a, style, told)
     return chart.svg()
 
 

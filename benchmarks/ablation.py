@@ -34,13 +34,13 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance.replay import moments, replay
 from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, recipe
+from draftsmith.train.data.chat_template import encode
+from draftsmith.train.data.hub import read_prompts
+from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.learner import Learner
 from draftsmith.train.loop import Run
 from draftsmith.train.packing import collate
-from draftsmith.train.prompts import Prompt
 from draftsmith.train.samples import Samples, generate
-from draftsmith.train.sources import read_prompts
-from draftsmith.train.template import encode
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402

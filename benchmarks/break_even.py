@@ -21,8 +21,8 @@ from draftsmith.drafters.policy import Tree
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.report.provenance import provenance
 from draftsmith.eval.speed import bench, bench_table, clocks
-from draftsmith.train.prompts import product_prompts
-from draftsmith.train.template import encode
+from draftsmith.train.data.chat_template import encode
+from draftsmith.train.data.prompts import product_prompts
 
 DOMAINS, EACH, TOKENS = ("code", "math", "chat"), 2, 40
 CHAINS = [Policy(k) for k in (2, 4)]

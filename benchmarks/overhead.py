@@ -31,8 +31,8 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.speed import synthetic
-from draftsmith.train.prompts import product_prompts
-from draftsmith.train.template import encode
+from draftsmith.train.data.chat_template import encode
+from draftsmith.train.data.prompts import product_prompts
 
 TOKENS, ALLOWED = 48, 0.10
 POLICIES = (Policy(4), Tree(k=4, budget=16, branch=8))

@@ -18,11 +18,11 @@ from typing import Any
 from common import HERE, cell, data, markdown
 
 from draftsmith.drafters.target.target import Target
+from draftsmith.train.data.chat_template import encode
+from draftsmith.train.data.hub import read_prompts
+from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.packing import Cursor, Stream, buckets
-from draftsmith.train.prompts import Prompt
 from draftsmith.train.samples import Samples
-from draftsmith.train.sources import read_prompts
-from draftsmith.train.template import encode
 
 SETS = ("spec_bench.jsonl", "gsm8k.jsonl", "humaneval.jsonl", "mbpp.jsonl")
 WINDOW = 8  # batches of conversations under way, as in train/samples.py

@@ -22,7 +22,7 @@ import transformers
 from common import HERE, cell, markdown
 
 from draftsmith.train import cost, outline, recipe
-from draftsmith.train.prompts import Prompt
+from draftsmith.train.data.prompts import Prompt
 
 GPU = torch.device("cuda")  # named for its dtypes alone: nothing is computed on it
 FLOPS = 4e14  # bf16 operations a second in matrix products

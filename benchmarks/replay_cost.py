@@ -25,8 +25,8 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance.replay import replay
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.evaluate import read_texts
-from draftsmith.train.sources import read_prompts
-from draftsmith.train.template import encode
+from draftsmith.train.data.chat_template import encode
+from draftsmith.train.data.hub import read_prompts
 
 K, TOKENS, PROMPTS, SEED = 4, 128, 8, 0
 

@@ -26,8 +26,8 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.speed import synthetic
-from draftsmith.train.prompts import product_prompts
-from draftsmith.train.template import encode
+from draftsmith.train.data.chat_template import encode
+from draftsmith.train.data.prompts import product_prompts
 
 TOKENS, REPEATS = 96, 2
 BATCHES = (8, 32, 128)

@@ -7,7 +7,7 @@ same recipe and steps, each replayed at T=1 and T=0 on the target's answers to r
 prompts:
 
     real       draftsmith's own prompts, answered by the target
-    self       prompts that the target wrote itself (train/selfprompt.py), answered by it
+    self       prompts that the target wrote itself (train/data/self_prompt.py), answered by it
     mixed      half of each
     foreign    the conversations of --foreign with the answers they came with (without: left out)
 
@@ -34,16 +34,16 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance.replay import replay
 from draftsmith.train import checkpoint, recipe, storage
-from draftsmith.train.imported import import_given
+from draftsmith.train.data.chat_template import encode
+from draftsmith.train.data.hub import Reading, read_prompts
+from draftsmith.train.data.imported import import_given
+from draftsmith.train.data.prompts import Prompt, product_prompts
+from draftsmith.train.data.self_prompt import write_prompts
+from draftsmith.train.data.sources import spread
 from draftsmith.train.learner import Learner
 from draftsmith.train.loop import Run
 from draftsmith.train.packing import collate
-from draftsmith.train.prompts import Prompt, product_prompts
 from draftsmith.train.samples import Samples, generate
-from draftsmith.train.selfprompt import write_prompts
-from draftsmith.train.sources import Reading, read_prompts
-from draftsmith.train.suites import spread
-from draftsmith.train.template import encode
 
 K, NEW_TOKENS, HELD, LONGEST = 4, 128, 48, 300
 FILES = ("spec_bench", "gsm8k", "humaneval", "mbpp")  # held out; none stands in the training data

@@ -85,7 +85,7 @@ def _weights(name: str) -> str:
 
 
 def _real(request: Bench) -> tuple[Target, dict[str, Drafter], list[Asked]]:
-    from draftsmith.train.template import encode
+    from draftsmith.train.data.chat_template import encode
 
     names = request.drafters or ["ngram"]
     for name in names:

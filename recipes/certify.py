@@ -40,8 +40,8 @@ def certify(
     from draftsmith.eval.report.provenance import provenance
     from draftsmith.recipes.shared import check_file
     from draftsmith.train import checkpoint as checkpoints
-    from draftsmith.train.prompts import product_prompts
-    from draftsmith.train.template import encode
+    from draftsmith.train.data.chat_template import encode
+    from draftsmith.train.data.prompts import product_prompts
 
     if checkpoint is not None:
         base.read_config(checkpoint)

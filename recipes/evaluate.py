@@ -65,8 +65,8 @@ def evaluate(
     from draftsmith.eval.evaluation_table import show
     from draftsmith.recipes.shared import check_room, ngram, read_run, take_prompts
     from draftsmith.train import checkpoint as checkpoints
+    from draftsmith.train.data.chat_template import encode
     from draftsmith.train.progress import CountLine
-    from draftsmith.train.template import encode
 
     sampler = Sampler(temperature, top_k, top_p)
     if tree is None and static:

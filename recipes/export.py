@@ -26,8 +26,8 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.recipes import card
 from draftsmith.recipes.card import ReadBack
 from draftsmith.recipes.commands import Export
-from draftsmith.train.prompts import product_prompts
-from draftsmith.train.template import encode
+from draftsmith.train.data.chat_template import encode
+from draftsmith.train.data.prompts import product_prompts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Largest difference of draft logits that rounding the weights may make, in standard deviations of

@@ -28,10 +28,10 @@ from draftsmith.recipes.commands import Compare
 from draftsmith.recipes.compare import compare
 from draftsmith.train import recipe
 from draftsmith.train.__main__ import train
+from draftsmith.train.data.prompts import product_prompts
+from draftsmith.train.data.sources import spread
 from draftsmith.train.progress import clock
-from draftsmith.train.prompts import product_prompts
 from draftsmith.train.samples import generate
-from draftsmith.train.suites import spread
 
 STAGES = (
     "the target answers prompts",

@@ -78,13 +78,13 @@ def sample(
     from draftsmith.drafters.target.target import Target
     from draftsmith.recipes import show as shown
     from draftsmith.train import storage
-    from draftsmith.train.endpoint import Endpoint, identify
-    from draftsmith.train.imported import import_answers, import_given
-    from draftsmith.train.prompts import product_prompts
+    from draftsmith.train.data.endpoint import Endpoint, identify
+    from draftsmith.train.data.hub import Reading, with_template
+    from draftsmith.train.data.imported import import_answers, import_given
+    from draftsmith.train.data.prompts import product_prompts
+    from draftsmith.train.data.sources import read_suite
     from draftsmith.train.ranks import check_spread, launched
     from draftsmith.train.samples import generate
-    from draftsmith.train.sources import Reading, with_template
-    from draftsmith.train.suites import read_suite
 
     sampler = Sampler(temperature, top_k, top_p)
     options = {

@@ -28,8 +28,8 @@ from draftsmith.eval.servers.client import Running
 from draftsmith.recipes.commands import ServeCheck
 from draftsmith.recipes.shared import check_file, check_room, take_prompts
 from draftsmith.train import checkpoint as checkpoints
+from draftsmith.train.data.chat_template import encode
 from draftsmith.train.progress import CountLine
-from draftsmith.train.template import encode
 
 CARD = "card.json"
 DRAFTS = ("greedy", "sampled")

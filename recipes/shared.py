@@ -15,9 +15,9 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError, cannot_write
 from draftsmith.drafters.target.shell import Shell
 from draftsmith.train import checkpoint
-from draftsmith.train.prompts import Prompt, product_prompts
+from draftsmith.train.data.prompts import Prompt, product_prompts
+from draftsmith.train.data.sources import read_suite, spread
 from draftsmith.train.recipe import Recipe, parse
-from draftsmith.train.suites import read_suite, spread
 
 
 def take_prompts(spec: str | None, limit: int) -> list[Prompt]:

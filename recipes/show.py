@@ -15,12 +15,12 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.source import resolve
 from draftsmith.drafters.target.target import Target
 from draftsmith.train import storage
-from draftsmith.train.given import given_rows
-from draftsmith.train.prompts import Prompt
+from draftsmith.train.data.hub import Reading
+from draftsmith.train.data.masks import given_rows
+from draftsmith.train.data.prompts import Prompt
+from draftsmith.train.data.sources import read_suite
 from draftsmith.train.reader import Sample, Samples
 from draftsmith.train.samples import encode_fitting
-from draftsmith.train.sources import Reading
-from draftsmith.train.suites import read_suite
 
 CONVERSATIONS = 4  # printed, spread over the whole
 LEARNED, READ, END = "bold green", "dim", "bold magenta"

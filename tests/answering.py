@@ -17,9 +17,10 @@ import tiny
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.loop import Decoder
-from draftsmith.train import endpoint, served
-from draftsmith.train.endpoint import Endpoint
-from draftsmith.train.prompts import Prompt, asked
+from draftsmith.train.data import endpoint
+from draftsmith.train.data import server as served
+from draftsmith.train.data.endpoint import Endpoint
+from draftsmith.train.data.prompts import Prompt, asked
 from draftsmith.train.samples import Samples, generate
 
 NEW, COUNT = 12, 14

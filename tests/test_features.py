@@ -33,9 +33,9 @@ from draftsmith.drafters.target.causal_lm import CausalLM
 from draftsmith.drafters.target.target import Target
 from draftsmith.train import __main__ as train
 from draftsmith.train import features, recipe
+from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.features import FeatureCache, stored_taps
 from draftsmith.train.packing import Cursor, Stream, collate
-from draftsmith.train.prompts import Prompt
 from draftsmith.train.samples import Samples, generate
 from training import World, differences, metrics
 

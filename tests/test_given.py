@@ -21,13 +21,13 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.source import resolve
 from draftsmith.drafters.target.target import Target
 from draftsmith.recipes import show
-from draftsmith.train import given
-from draftsmith.train.given import masked
-from draftsmith.train.imported import import_given
+from draftsmith.train.data import masks
+from draftsmith.train.data.hub import Reading, read_prompts
+from draftsmith.train.data.imported import import_given
+from draftsmith.train.data.masks import masked
+from draftsmith.train.data.prompts import Prompt, Unusable
 from draftsmith.train.packing import collate
-from draftsmith.train.prompts import Prompt, Unusable
 from draftsmith.train.reader import Sample
-from draftsmith.train.sources import Reading, read_prompts
 
 HEAD = "{% for m in messages %}{% if m.role == 'assistant' %}"
 TAIL = "{% else %}{{ m.content }} z {% endif %}{% endfor %}"
@@ -111,7 +111,7 @@ def test_what_stands_before_the_first_question_is_not_learned() -> None:
 @pytest.mark.parametrize(("name", "template"), [("_same", THINKS), ("_same", WIDE)])
 def test_planted(monkeypatch: pytest.MonkeyPatch, name: str, template: str) -> None:
     """Without the comparison with the answer, an empty thought or a separator is taught."""
-    monkeypatch.setattr(given, name, lambda *arguments: None)
+    monkeypatch.setattr(masks, name, lambda *arguments: None)
     assert any("[w" in row or "x]" in row for row in learned(template))
 
 

@@ -12,8 +12,8 @@ import tiny
 from draftsmith.drafters.batch import align
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
+from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.packing import Cursor, Stream, alone, buckets, collate
-from draftsmith.train.prompts import Prompt
 from draftsmith.train.samples import Samples, generate
 
 LENGTH = 40

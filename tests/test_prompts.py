@@ -10,8 +10,8 @@ import pytest
 import tiny
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.target import Target
-from draftsmith.train.prompts import Prompt, asked, product_prompts
-from draftsmith.train.template import encode
+from draftsmith.train.data.chat_template import encode
+from draftsmith.train.data.prompts import Prompt, asked, product_prompts
 
 
 def test_product_prompts_split_every_eighth() -> None:

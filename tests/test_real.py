@@ -51,8 +51,8 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def prompts(target: Target) -> list[list[int]]:
-    from draftsmith.train.prompts import product_prompts
-    from draftsmith.train.template import encode
+    from draftsmith.train.data.chat_template import encode
+    from draftsmith.train.data.prompts import product_prompts
 
     asked = product_prompts("heldout")
     return encode(asked[:: len(asked) // 10][:10], target)

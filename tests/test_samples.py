@@ -20,10 +20,10 @@ from draftsmith.drafters.target.source import Source
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.text import Text
 from draftsmith.train import storage
-from draftsmith.train.imported import import_answers
-from draftsmith.train.prompts import Prompt, asked
+from draftsmith.train.data.chat_template import encode
+from draftsmith.train.data.imported import import_answers
+from draftsmith.train.data.prompts import Prompt, asked
 from draftsmith.train.samples import Samples, generate
-from draftsmith.train.template import encode
 
 WARM = Sampler(0.8, 10)
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -303,7 +303,7 @@ def test_import(tmp_path: Path) -> None:
 
 
 def test_import_in_several_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftsmith.train.imported._PART", 5)
+    monkeypatch.setattr("draftsmith.train.data.imported._PART", 5)
     content = answers(WARM)
     samples = imported(content, WARM, tmp_path)
     assert [s.ids for s in samples] == [r["prompt_ids"] + r["response_ids"] for r in content]
@@ -470,7 +470,7 @@ def test_audit_reads_a_seeded_few(stored: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.real
 def test_smollm2_answers_and_passes(tmp_path: Path) -> None:
     """Six of our prompts at T 0.8, top-k 50; then one token changed, which must not pass."""
-    from draftsmith.train.prompts import product_prompts
+    from draftsmith.train.data.prompts import product_prompts
 
     target = Target.load("smollm2")
     sampler = Sampler(0.8, 50)

@@ -25,9 +25,9 @@ import tiny
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.train import storage
-from draftsmith.train.imported import import_answers
+from draftsmith.train.data.imported import import_answers
+from draftsmith.train.data.prompts import Prompt, asked
 from draftsmith.train.parts import Parts
-from draftsmith.train.prompts import Prompt, asked
 from draftsmith.train.samples import Samples, generate
 
 WARM = Sampler(0.8, 10)

@@ -17,10 +17,10 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.recipes.self_prompt import self_prompt
-from draftsmith.train import selfprompt
+from draftsmith.train.data import self_prompt as selfprompt
+from draftsmith.train.data.hub import read_prompts
+from draftsmith.train.data.self_prompt import chosen, diversity, fault, user_turn, write_prompts
 from draftsmith.train.reader import Samples
-from draftsmith.train.selfprompt import chosen, diversity, fault, user_turn, write_prompts
-from draftsmith.train.sources import read_prompts
 
 MARK = re.compile("<eos>")
 ENDS = "{% for m in messages %}b {{ m.content }}{{ '<eos>' }}{% endfor %}"

@@ -18,8 +18,9 @@ from answering import COUNT, NEW, Failure, Fake, Fault, questions, rows, sampled
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.train import endpoint, served
-from draftsmith.train.endpoint import Endpoint
+from draftsmith.train.data import endpoint
+from draftsmith.train.data import server as served
+from draftsmith.train.data.endpoint import Endpoint
 from draftsmith.train.parts import Parts
 from draftsmith.train.progress import Answering
 from draftsmith.train.samples import Samples, generate

@@ -25,10 +25,11 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.servers import tools
-from draftsmith.train import endpoint, served
-from draftsmith.train.endpoint import Endpoint
+from draftsmith.train.data import endpoint
+from draftsmith.train.data import server as served
+from draftsmith.train.data.endpoint import Endpoint
+from draftsmith.train.data.prompts import Prompt, asked
 from draftsmith.train.parts import Parts
-from draftsmith.train.prompts import Prompt, asked
 from draftsmith.train.samples import generate
 
 

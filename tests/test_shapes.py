@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from draftsmith.drafters.errors import UserError
-from draftsmith.train import shapes
-from draftsmith.train.prompts import Prompt
-from draftsmith.train.sources import Reading, prompts_of, read_prompts
-from draftsmith.train.suites import read_suite
+from draftsmith.train.data import columns
+from draftsmith.train.data.hub import Reading, prompts_of, read_prompts
+from draftsmith.train.data.prompts import Prompt
+from draftsmith.train.data.sources import read_suite
 
 
 def chat(*contents: Any, first: str = "user") -> list[dict[str, Any]]:
@@ -311,6 +311,6 @@ def keeps_answers(messages: list[dict[str, Any]]) -> Any:
 def test_planted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, fault: Any, shape: str
 ) -> None:
-    monkeypatch.setattr(shapes, function, fault)
+    monkeypatch.setattr(columns, function, fault)
     with pytest.raises(AssertionError, match=r"^assert \[\["):  # other questions than are asked
         reads(tmp_path, SHAPES[shape])

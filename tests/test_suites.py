@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from draftsmith.drafters.errors import UserError
-from draftsmith.train import sources
-from draftsmith.train.prompts import Prompt, asked
-from draftsmith.train.sources import TRAIN, Reading
-from draftsmith.train.suites import read_suite, spread
+from draftsmith.train.data import hub
+from draftsmith.train.data.hub import TRAIN, Reading
+from draftsmith.train.data.prompts import Prompt, asked
+from draftsmith.train.data.sources import read_suite, spread
 
 
 def write(path: Path, rows: list[Any]) -> Path:
@@ -97,7 +97,7 @@ def test_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) 
     spec = as_hub(tmp_path / "set", **rows)
     if place == "hub":  # the same loading, by the name that stands for the folder
         load = datasets.load_dataset
-        monkeypatch.setattr(sources, "_check_reachable", lambda name: None)
+        monkeypatch.setattr(hub, "_check_reachable", lambda name: None)
         monkeypatch.setattr(datasets, "load_dataset", lambda _, *a, at=spec, **k: load(at, *a, **k))
         spec = "somebody/prompts"
     elif place == "saved":
@@ -125,7 +125,7 @@ def test_a_data_set_that_asks_nothing(tmp_path: Path) -> None:
 
 def test_data_sets_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(sources, "_check_reachable", lambda name: None)
+    monkeypatch.setattr(hub, "_check_reachable", lambda name: None)
 
     def scripted(*arguments: Any, **how: Any) -> Any:
         raise ValueError("Config name is missing.\nPlease pick one")

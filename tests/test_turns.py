@@ -21,11 +21,11 @@ from draftsmith.drafters.target.source import resolve
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder import loop
 from draftsmith.train import samples as train_samples
-from draftsmith.train import template
-from draftsmith.train.conversation import Conversation
+from draftsmith.train.data import chat_template
+from draftsmith.train.data.conversation import Conversation
+from draftsmith.train.data.prompts import Prompt, Unusable, asked
 from draftsmith.train.heldout import answered
 from draftsmith.train.parts import Parts
-from draftsmith.train.prompts import Prompt, Unusable, asked
 from draftsmith.train.reader import Sample, Samples
 from draftsmith.train.samples import encode_fitting, generate
 
@@ -209,7 +209,7 @@ def blindly(self: Conversation) -> tuple[list[int], bool]:
     more = self.prompt.later[self.turn]
     self._messages = (*before, {"role": "assistant", "content": said}, *more)
     tail = "".join(m["content"] + " z " for m in more)
-    return self.ids + template.encoded(self.target, tail), True
+    return self.ids + chat_template.encoded(self.target, tail), True
 
 
 def reencoded(self: Conversation) -> tuple[list[int], bool]:
@@ -308,7 +308,7 @@ def test_drawn_ids_stay_on_a_real_template() -> None:
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     of: Any = SimpleNamespace(tokenizer=tokenizer, eos_ids=[end], max_positions=2048)
     prompt = Prompt(user("Hi"), None, "d", (user("And then?"),))
-    start = template.encoded(of, template.rendered(of, prompt, prompt.messages or ()))
+    start = chat_template.encoded(of, chat_template.rendered(of, prompt, prompt.messages or ()))
     odd = [i for letter in "Hello you" for i in tokenizer(letter).input_ids]
     assert odd != tokenizer("Hello you").input_ids
     talk = Conversation(0, prompt, start, of)
@@ -327,4 +327,4 @@ def test_drawn_ids_stay_on_a_real_template() -> None:
     cut.take(odd, "length")
     assert not cut.ask(100) and "was cut" in cut.unasked
     with pytest.raises(Unusable, match="the chat template refuses it"):
-        template.rendered(of, prompt, [{"role": "user"}])
+        chat_template.rendered(of, prompt, [{"role": "user"}])

@@ -21,12 +21,12 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, watch
+from draftsmith.train.data.hub import read_prompts
 from draftsmith.train.journal import Journal
 from draftsmith.train.learner import Learner
 from draftsmith.train.loop import Run
 from draftsmith.train.recipe import load
 from draftsmith.train.samples import Samples, generate
-from draftsmith.train.sources import read_prompts
 from training import World, differences, metrics
 
 

@@ -32,10 +32,10 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.recipes import card, commands, export
 from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, features, learner, ranks
+from draftsmith.train.data.hub import read_prompts
 from draftsmith.train.learner import Learner
 from draftsmith.train.parts import Parts
 from draftsmith.train.samples import generate
-from draftsmith.train.sources import read_prompts
 from draftsmith.train.weights import Sums
 
 DRAFTERS: dict[str, dict[str, Any]] = {

@@ -26,15 +26,15 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.train import checkpoint, lora, plan, recipe, storage, trackers
+from draftsmith.train.data.hub import TRAIN
+from draftsmith.train.data.prompts import Prompt, product_prompts
+from draftsmith.train.data.sources import read_suite
 from draftsmith.train.learner import Learner
 from draftsmith.train.loop import Run
 from draftsmith.train.medusa2 import Medusa2
-from draftsmith.train.prompts import Prompt, product_prompts
 from draftsmith.train.ranks import Ranks, check_spread, launched
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples import Samples, generate
-from draftsmith.train.sources import TRAIN
-from draftsmith.train.suites import read_suite
 
 
 def run(path: str, overrides: Sequence[str]) -> int:

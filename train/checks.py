@@ -11,7 +11,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler, not_applied
 from draftsmith.drafters.target.target import Target
 from draftsmith.train import storage
-from draftsmith.train.prompts import Prompt
+from draftsmith.train.data.prompts import Prompt
 
 log = logging.getLogger(__name__)
 

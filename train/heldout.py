@@ -16,9 +16,9 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.text import Text
 from draftsmith.eval.report.report import label
 from draftsmith.train import storage
-from draftsmith.train.prompts import Prompt, Unusable
+from draftsmith.train.data.chat_template import opening
+from draftsmith.train.data.prompts import Prompt, Unusable
 from draftsmith.train.samples import generate
-from draftsmith.train.template import opening
 
 
 @dataclass

@@ -17,13 +17,13 @@ from draftsmith.drafters.target.causal_lm import CausalLM
 from draftsmith.drafters.target.shell import Shell
 from draftsmith.drafters.target.source import Source, resolve
 from draftsmith.train import lora, storage
+from draftsmith.train.data.hub import TRAIN
+from draftsmith.train.data.prompts import Prompt, product_prompts
+from draftsmith.train.data.sources import read_suite
 from draftsmith.train.lora import linears
 from draftsmith.train.packing import Stream, teaching
-from draftsmith.train.prompts import Prompt, product_prompts
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples import Samples
-from draftsmith.train.sources import TRAIN
-from draftsmith.train.suites import read_suite
 
 
 @dataclass

@@ -16,8 +16,8 @@ import torch
 
 from draftsmith.drafters.errors import UserError
 from draftsmith.train import checkpoint, cost, features
+from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.outline import Outline, read_texts
-from draftsmith.train.prompts import Prompt
 from draftsmith.train.recipe import Recipe
 
 

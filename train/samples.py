@@ -20,23 +20,23 @@ from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.text import Text
 from draftsmith.train import record, storage
 from draftsmith.train.checks import check_request, check_sizes, differences
-from draftsmith.train.conversation import Conversation
-from draftsmith.train.endpoint import Endpoint
-from draftsmith.train.packing import buckets
-from draftsmith.train.parts import Parts
-from draftsmith.train.progress import Answering
-from draftsmith.train.prompts import Prompt, Unusable
-from draftsmith.train.ranks import ALONE, SEEN, Ranks
-from draftsmith.train.reader import Sample, Samples
-from draftsmith.train.served import answer_by
-from draftsmith.train.sources import Skips
-from draftsmith.train.template import (
+from draftsmith.train.data.chat_template import (
     check_template,
     control_tokens,
     misfit,
     names_read,
     opening,
 )
+from draftsmith.train.data.conversation import Conversation
+from draftsmith.train.data.endpoint import Endpoint
+from draftsmith.train.data.hub import Skips
+from draftsmith.train.data.prompts import Prompt, Unusable
+from draftsmith.train.data.server import answer_by
+from draftsmith.train.packing import buckets
+from draftsmith.train.parts import Parts
+from draftsmith.train.progress import Answering
+from draftsmith.train.ranks import ALONE, SEEN, Ranks
+from draftsmith.train.reader import Sample, Samples
 
 __all__ = ["Sample", "Samples", "generate"]
 

@@ -77,7 +77,7 @@ def product_prompts(split: Literal["train", "heldout"]) -> list[Prompt]:
     """draftsmith's own prompts; every eighth of a domain is held out."""
     import yaml
 
-    text = (files("draftsmith.train") / "prompts.yaml").read_text(encoding="utf-8")
+    text = (files("draftsmith.train.data") / "prompts.yaml").read_text(encoding="utf-8")
     out = []
     for domain, questions in yaml.safe_load(text).items():
         for i, question in enumerate(questions):

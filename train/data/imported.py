@@ -11,12 +11,12 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler, not_applied
 from draftsmith.drafters.target.target import Target
 from draftsmith.train import record, storage
-from draftsmith.train.given import given_rows
+from draftsmith.train.data.columns import token_ids
+from draftsmith.train.data.files import Fault, read_rows
+from draftsmith.train.data.masks import given_rows
+from draftsmith.train.data.prompts import Prompt, Unusable
 from draftsmith.train.parts import Parts
-from draftsmith.train.prompts import Prompt, Unusable
 from draftsmith.train.reader import Samples
-from draftsmith.train.rows import Fault, read_rows
-from draftsmith.train.shapes import token_ids
 
 _PART = 1000  # rows
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from draftsmith.drafters.target.target import Target
-from draftsmith.train.prompts import Messages, Prompt, Unusable
-from draftsmith.train.template import encoded, rendered
+from draftsmith.train.data.chat_template import encoded, rendered
+from draftsmith.train.data.prompts import Messages, Prompt, Unusable
 
 
 class Conversation:

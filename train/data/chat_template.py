@@ -14,7 +14,7 @@ from jinja2 import Environment, TemplateError, meta
 
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.shell import Shell
-from draftsmith.train.prompts import Prompt, Unusable
+from draftsmith.train.data.prompts import Prompt, Unusable
 
 log = logging.getLogger(__name__)
 

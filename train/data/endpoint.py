@@ -28,7 +28,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.servers.http import Away, Failed, Refused, fetch
-from draftsmith.train.prompts import Unusable
+from draftsmith.train.data.prompts import Unusable
 
 ANSWER_TIMEOUT = 900.0  # seconds: an answer that takes longer is asked for again
 PROBE_TIMEOUT = 20.0

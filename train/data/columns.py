@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from draftsmith.train.prompts import Messages, Prompt, Unusable
+from draftsmith.train.data.prompts import Messages, Prompt, Unusable
 
 # Columns that ask, by preference; texts before ids, which fit one tokenizer only.
 COLUMNS = (

@@ -24,8 +24,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from draftsmith.drafters.errors import UserError
-from draftsmith.train.prompts import Prompt
-from draftsmith.train.sources import Reading, read_source
+from draftsmith.train.data.hub import Reading, read_source
+from draftsmith.train.data.prompts import Prompt
 
 
 class Source(BaseModel):

@@ -15,9 +15,7 @@ from typing import Any
 
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.shell import Shell
-from draftsmith.train.prompts import Messages, Prompt, Unusable
-from draftsmith.train.sources import Skips
-from draftsmith.train.template import (
+from draftsmith.train.data.chat_template import (
     check_template,
     control_tokens,
     encoded,
@@ -25,6 +23,8 @@ from draftsmith.train.template import (
     names_read,
     rendered,
 )
+from draftsmith.train.data.hub import Skips
+from draftsmith.train.data.prompts import Messages, Prompt, Unusable
 
 Masked = tuple[list[int], list[bool]]  # token ids, and whether each is learned from
 

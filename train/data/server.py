@@ -12,11 +12,11 @@ from typing import Any
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.train import storage
-from draftsmith.train.conversation import Conversation
-from draftsmith.train.endpoint import Endpoint
+from draftsmith.train.data.conversation import Conversation
+from draftsmith.train.data.endpoint import Endpoint
+from draftsmith.train.data.prompts import Unusable
 from draftsmith.train.parts import Parts
 from draftsmith.train.progress import Answering
-from draftsmith.train.prompts import Unusable
 from draftsmith.train.reader import Samples
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""Texts to learn from: prompts, their files and columns, chat templates, servers that answer."""

@@ -39,8 +39,8 @@ from draftsmith.train.data.hub import read_prompts
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.learner import Learner
 from draftsmith.train.loop import Run
-from draftsmith.train.packing import collate
-from draftsmith.train.samples import Samples, generate
+from draftsmith.train.samples.answer import Samples, generate
+from draftsmith.train.samples.packing import collate
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402

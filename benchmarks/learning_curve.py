@@ -26,9 +26,9 @@ from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance.replay import replay
 from draftsmith.train.checkpoint import read_metrics
-from draftsmith.train.packing import collate
 from draftsmith.train.recipe import Recipe, load
-from draftsmith.train.samples import Samples
+from draftsmith.train.samples.answer import Samples
+from draftsmith.train.samples.packing import collate
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402

@@ -25,8 +25,8 @@ from draftsmith.drafters.batch import Batch, align
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.objective import Objective, backward, denominator
-from draftsmith.train.packing import Cursor, Stream, collate
-from draftsmith.train.samples import Samples
+from draftsmith.train.samples.answer import Samples
+from draftsmith.train.samples.packing import Cursor, Stream, collate
 from draftsmith.train.weights import DepthWeights
 
 DEPTHS, ROWS, CHUNK, SEED, REPEATS = 3, 2, 1024, 0, 3

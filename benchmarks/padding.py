@@ -21,11 +21,11 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.train.data.chat_template import encode
 from draftsmith.train.data.hub import read_prompts
 from draftsmith.train.data.prompts import Prompt
-from draftsmith.train.packing import Cursor, Stream, buckets
-from draftsmith.train.samples import Samples
+from draftsmith.train.samples.answer import Samples
+from draftsmith.train.samples.packing import Cursor, Stream, buckets
 
 SETS = ("spec_bench.jsonl", "gsm8k.jsonl", "humaneval.jsonl", "mbpp.jsonl")
-WINDOW = 8  # batches of conversations under way, as in train/samples.py
+WINDOW = 8  # batches of conversations under way, as in train/samples/answer.py
 
 
 def padding(batches: Sequence[Sequence[int]]) -> float:

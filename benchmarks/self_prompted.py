@@ -33,7 +33,7 @@ from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance.replay import replay
-from draftsmith.train import checkpoint, recipe, storage
+from draftsmith.train import checkpoint, recipe
 from draftsmith.train.data.chat_template import encode
 from draftsmith.train.data.hub import Reading, read_prompts
 from draftsmith.train.data.imported import import_given
@@ -42,8 +42,9 @@ from draftsmith.train.data.self_prompt import write_prompts
 from draftsmith.train.data.sources import spread
 from draftsmith.train.learner import Learner
 from draftsmith.train.loop import Run
-from draftsmith.train.packing import collate
-from draftsmith.train.samples import Samples, generate
+from draftsmith.train.samples import store
+from draftsmith.train.samples.answer import Samples, generate
+from draftsmith.train.samples.packing import collate
 
 K, NEW_TOKENS, HELD, LONGEST = 4, 128, 48, 300
 FILES = ("spec_bench", "gsm8k", "humaneval", "mbpp")  # held out; none stands in the training data
@@ -69,7 +70,7 @@ def prompts(kind: str, count: int, folder: Path) -> list[Prompt]:
 def samples(kind: str, budget: int, folder: Path, foreign: Path | None) -> Samples:
     """A kind's training data, cut at `budget` target-made tokens."""
     place = folder / f"{kind}-{budget}"
-    if (place / storage.MANIFEST).exists():
+    if (place / store.MANIFEST).exists():
         return Samples.open(place, target(), audit=0)
     if kind == "mixed":
         halves = [samples(of, budget, folder, foreign) for of in ("real", "self")]
@@ -100,12 +101,12 @@ def _store(place: Path, rows: Any, manifest: dict[str, Any]) -> Samples:
     """A samples folder of these rows; manifest: of the samples that they are from."""
     rows = rows.flatten_indices()
     place.mkdir(parents=True)
-    storage.save(rows, place / storage.ROWS)
+    store.save(rows, place / store.ROWS)
     made = sum(sum(made) for made in rows["made"])
     changed = {
-        "samples": len(rows), "tokens_made": made, "content_hash": storage.content_hash(rows)
+        "samples": len(rows), "tokens_made": made, "content_hash": store.content_hash(rows)
     }  # fmt: skip
-    storage.write_manifest(place, manifest | changed)
+    store.write_manifest(place, manifest | changed)
     return Samples.open(place, target(), audit=0)
 
 

@@ -34,7 +34,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.eval.overlap import row_stats
 from draftsmith.train import objective, recipe
 from draftsmith.train.learner import Learner
-from draftsmith.train.samples import Samples
+from draftsmith.train.samples.answer import Samples
 
 STEPS = 8
 PARTS = [

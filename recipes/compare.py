@@ -36,8 +36,8 @@ from draftsmith.recipes.commands import Compare
 from draftsmith.recipes.options import judge
 from draftsmith.recipes.shared import digest, make_folder, ngram, once, read_run, take_prompts
 from draftsmith.train import checkpoint
-from draftsmith.train.heldout import HeldOut, answered
 from draftsmith.train.progress import CountLine
+from draftsmith.train.samples.heldout import HeldOut, answered
 
 SAMPLERS = (Sampler(0.0), Sampler(1.0))
 

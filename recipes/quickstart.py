@@ -31,7 +31,7 @@ from draftsmith.train.__main__ import train
 from draftsmith.train.data.prompts import product_prompts
 from draftsmith.train.data.sources import spread
 from draftsmith.train.progress import clock
-from draftsmith.train.samples import generate
+from draftsmith.train.samples.answer import generate
 
 STAGES = (
     "the target answers prompts",

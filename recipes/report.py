@@ -36,8 +36,8 @@ from draftsmith.recipes.commands import Report
 from draftsmith.recipes.options import judge
 from draftsmith.recipes.shared import digest, once, read_run, samples_of, take_prompts
 from draftsmith.train import checkpoint
-from draftsmith.train.heldout import HeldOut, also_trained_on, answered, slug
 from draftsmith.train.progress import CountLine
+from draftsmith.train.samples.heldout import HeldOut, also_trained_on, answered, slug
 
 FOLDER = "report"
 

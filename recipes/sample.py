@@ -77,14 +77,14 @@ def sample(
     from draftsmith.drafters.sampling import Sampler
     from draftsmith.drafters.target.target import Target
     from draftsmith.recipes import show as shown
-    from draftsmith.train import storage
     from draftsmith.train.data.endpoint import Endpoint, identify
     from draftsmith.train.data.hub import Reading, with_template
     from draftsmith.train.data.imported import import_answers, import_given
     from draftsmith.train.data.prompts import product_prompts
     from draftsmith.train.data.sources import read_suite
     from draftsmith.train.ranks import check_spread, launched
-    from draftsmith.train.samples import generate
+    from draftsmith.train.samples import store
+    from draftsmith.train.samples.answer import generate
 
     sampler = Sampler(temperature, top_k, top_p)
     options = {
@@ -94,7 +94,7 @@ def sample(
     }  # fmt: skip
     asked = {name for name, value in options.items() if value}
     if show:
-        _check_shown(asked, stored=(folder / storage.MANIFEST).is_file())
+        _check_shown(asked, stored=(folder / store.MANIFEST).is_file())
     else:
         _check(asked)
     if answers and not answers.is_file():
@@ -125,7 +125,7 @@ def sample(
             )
         check_spread(device_map)
         if ranks.main:
-            with storage.claimed(folder):
+            with store.claimed(folder):
                 pass  # one that cannot be written, or holds other files, is told before any loading
         device = ranks.device if ranks.count > 1 else None
         loaded = Target.load(target, device, spread=device_map)

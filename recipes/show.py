@@ -14,13 +14,13 @@ from transformers import AutoTokenizer
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.source import resolve
 from draftsmith.drafters.target.target import Target
-from draftsmith.train import storage
 from draftsmith.train.data.hub import Reading
 from draftsmith.train.data.masks import given_rows
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.data.sources import read_suite
-from draftsmith.train.reader import Sample, Samples
-from draftsmith.train.samples import encode_fitting
+from draftsmith.train.samples import store
+from draftsmith.train.samples.answer import encode_fitting
+from draftsmith.train.samples.samples import Sample, Samples
 
 CONVERSATIONS = 4  # printed, spread over the whole
 LEARNED, READ, END = "bold green", "dim", "bold magenta"
@@ -34,7 +34,7 @@ def show(path: Path, target: str, reading: Reading, max_new_tokens: int) -> None
     """
     console = Console()
     samples: Samples | list[Sample]
-    if (path / storage.MANIFEST).is_file():
+    if (path / store.MANIFEST).is_file():
         samples, spec = stored(path)
         tokenizer = AutoTokenizer.from_pretrained(resolve(spec, weights=False).path)
     else:
@@ -50,10 +50,10 @@ def show(path: Path, target: str, reading: Reading, max_new_tokens: int) -> None
 
 def stored(folder: Path) -> tuple[Samples, str]:
     """A finished samples folder, without its target, and the target's name."""
-    manifest = storage.read_manifest(folder)
+    manifest = store.read_manifest(folder)
     if manifest["state"] != "complete":
         raise UserError(f"samples {folder}: are still being written; run it again to finish it")
-    rows = storage.load(folder / storage.ROWS)
+    rows = store.load(folder / store.ROWS)
     return Samples(folder, manifest, rows), manifest["target"]["spec"]
 
 
@@ -61,7 +61,7 @@ def asked(prompts: list[Prompt], target: Target, max_new_tokens: int, given: boo
     """A file's conversations, as samples that nobody has answered yet; given: as they stand."""
     if given:
         rows = given_rows(prompts, target, Console().print)
-        return [Sample(*(row[name] for name in storage.COLUMNS)) for row in rows]
+        return [Sample(*(row[name] for name in store.COLUMNS)) for row in rows]
     encoded = encode_fitting(prompts, target, max_new_tokens)
     return [
         Sample(ids, [False] * len(ids), "", p.domain, p.key)

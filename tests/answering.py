@@ -21,7 +21,7 @@ from draftsmith.train.data import endpoint
 from draftsmith.train.data import server as served
 from draftsmith.train.data.endpoint import Endpoint
 from draftsmith.train.data.prompts import Prompt, asked
-from draftsmith.train.samples import Samples, generate
+from draftsmith.train.samples.answer import Samples, generate
 
 NEW, COUNT = 12, 14
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -33,8 +33,8 @@ from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, loop, lora, medusa2, objective, recipe
 from draftsmith.train.loop import Run
 from draftsmith.train.medusa2 import Medusa2
-from draftsmith.train.packing import collate
-from draftsmith.train.samples import Sample, Samples
+from draftsmith.train.samples.answer import Sample, Samples
+from draftsmith.train.samples.packing import collate
 from training import World
 
 RANK, STEPS, WEIGHT, DECAY = 4, 8, 0.3, 0.8

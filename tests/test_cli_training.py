@@ -13,7 +13,7 @@ import training
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.train import checkpoint
-from draftsmith.train.reader import Samples
+from draftsmith.train.samples.samples import Samples
 from front_door import FAULTS, Door, damage, never, run
 from training import World
 
@@ -100,7 +100,7 @@ def test_samples_at_another_sampler(door: Door, world: World, samples: Path) -> 
 def test_samples_of_another_target(door: Door, world: World, samples: Path, tmp_path: Path) -> None:
     """The same shape and tokenizer, other weights: only the audit or the revision can tell."""
     other = training.save_target(tmp_path / "other", seed=1)
-    door.monkeypatch.setattr("draftsmith.train.reader.audit", never)
+    door.monkeypatch.setattr("draftsmith.train.samples.samples.audit", never)
     line = door.refusal("train", world.recipe("other"), f"target={other}")
     assert str(samples) in line and str(other) in line
 

@@ -35,8 +35,8 @@ from draftsmith.train import __main__ as train
 from draftsmith.train import features, recipe
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.features import FeatureCache, stored_taps
-from draftsmith.train.packing import Cursor, Stream, collate
-from draftsmith.train.samples import Samples, generate
+from draftsmith.train.samples.answer import Samples, generate
+from draftsmith.train.samples.packing import Cursor, Stream, collate
 from training import World, differences, metrics
 
 LENGTH = 40

@@ -26,8 +26,8 @@ from draftsmith.train.data.hub import Reading, read_prompts
 from draftsmith.train.data.imported import import_given
 from draftsmith.train.data.masks import masked
 from draftsmith.train.data.prompts import Prompt, Unusable
-from draftsmith.train.packing import collate
-from draftsmith.train.reader import Sample
+from draftsmith.train.samples.packing import collate
+from draftsmith.train.samples.samples import Sample
 
 HEAD = "{% for m in messages %}{% if m.role == 'assistant' %}"
 TAIL = "{% else %}{{ m.content }} z {% endif %}{% endfor %}"

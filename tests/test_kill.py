@@ -25,8 +25,9 @@ pytest.importorskip("datasets")
 import training
 from draftsmith.drafters import base
 from draftsmith.drafters.target.target import Target
-from draftsmith.train import checkpoint, storage
+from draftsmith.train import checkpoint
 from draftsmith.train.checkpoint import read_metrics
+from draftsmith.train.samples import store
 from training import World, differences
 
 pytestmark = pytest.mark.slow
@@ -143,7 +144,7 @@ def test_killed_while_sampling(world: World, whole: Path) -> None:
     changes: dict[str, Any] = {"samples": None, "prompts": str(world.prompts), "max_new_tokens": 24}
     path = world.recipe("sampling", steps=STEPS, save_every=SAVE_EVERY, **changes)
     run = world.folder("sampling")
-    parts = run / "samples" / storage.PARTS
+    parts = run / "samples" / store.PARTS
     training.kill_when(path, lambda: parts.is_dir() and any(parts.iterdir()), training.slowed)
     process = training.fork(path)
     process.join()

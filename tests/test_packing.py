@@ -13,8 +13,8 @@ from draftsmith.drafters.batch import align
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.train.data.prompts import Prompt
-from draftsmith.train.packing import Cursor, Stream, alone, buckets, collate
-from draftsmith.train.samples import Samples, generate
+from draftsmith.train.samples.answer import Samples, generate
+from draftsmith.train.samples.packing import Cursor, Stream, alone, buckets, collate
 
 LENGTH = 40
 

@@ -30,10 +30,11 @@ import training
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.target import Target
 from draftsmith.train import __main__ as train
-from draftsmith.train import checkpoint, features, learner, loop, ranks, storage
-from draftsmith.train.parts import Parts
+from draftsmith.train import checkpoint, features, learner, loop, ranks
 from draftsmith.train.ranks import Ranks
-from draftsmith.train.reader import Samples
+from draftsmith.train.samples import store as storage
+from draftsmith.train.samples.parts import Parts
+from draftsmith.train.samples.samples import Samples
 from training import World, metrics
 
 STEPS = 9

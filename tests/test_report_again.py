@@ -32,7 +32,7 @@ from draftsmith.train.data.chat_template import encode
 from draftsmith.train.data.hub import read_prompts
 from draftsmith.train.data.imported import import_answers
 from draftsmith.train.data.prompts import Prompt, asked
-from draftsmith.train.heldout import also_trained_on
+from draftsmith.train.samples.heldout import also_trained_on
 from reports import settings
 from training import World
 

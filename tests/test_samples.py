@@ -19,11 +19,11 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.source import Source
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.text import Text
-from draftsmith.train import storage
 from draftsmith.train.data.chat_template import encode
 from draftsmith.train.data.imported import import_answers
 from draftsmith.train.data.prompts import Prompt, asked
-from draftsmith.train.samples import Samples, generate
+from draftsmith.train.samples import store
+from draftsmith.train.samples.answer import Samples, generate
 
 WARM = Sampler(0.8, 10)
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -86,7 +86,7 @@ def test_plain_datasets_reads_the_rows(stored: Path) -> None:
     import datasets
 
     plain = datasets.load_from_disk(str(stored / "samples"))
-    assert plain.column_names == list(storage.COLUMNS)
+    assert plain.column_names == list(store.COLUMNS)
     assert plain.features["ids"].feature.dtype == "int32"
 
 
@@ -175,19 +175,19 @@ def cut_bytes(folder: Path) -> None:
 
 
 def cut_rows(folder: Path) -> None:
-    short = storage.load(folder / "samples", in_memory=True).select(range(11))
-    storage.save(short, folder / "samples")
+    short = store.load(folder / "samples", in_memory=True).select(range(11))
+    store.save(short, folder / "samples")
 
 
 def change_id(folder: Path) -> None:
-    whole = storage.load(folder / "samples", in_memory=True)
+    whole = store.load(folder / "samples", in_memory=True)
     changed = whole.map(lambda r, i: {"ids": [6, *r["ids"][1:]] if i == 3 else r["ids"]}, True)
-    storage.save(changed, folder / "samples")
+    store.save(changed, folder / "samples")
 
 
 def change_made(folder: Path) -> None:
-    whole = storage.load(folder / "samples", in_memory=True)
-    storage.save(whole.map(lambda r: {"made": [True] * len(r["made"])}), folder / "samples")
+    whole = store.load(folder / "samples", in_memory=True)
+    store.save(whole.map(lambda r: {"made": [True] * len(r["made"])}), folder / "samples")
 
 
 def manifest(change: Callable[[dict], object]) -> Callable[[Path], None]:
@@ -251,7 +251,7 @@ def test_request_that_cannot_be_met(tmp_path: Path) -> None:
 
 def test_full_disk_is_told_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(storage.shutil, "disk_usage", lambda _: free)
+    monkeypatch.setattr(store.shutil, "disk_usage", lambda _: free)
     with pytest.raises(UserError, match="need up to .* MiB"):
         generate(tiny.target(), questions(2), WARM, 4, tmp_path / "s")
 
@@ -457,7 +457,7 @@ def test_audit_reads_a_seeded_few(stored: Path, monkeypatch: pytest.MonkeyPatch)
         seen.append([number for number, _, _ in texts])
         return audit(target, texts, *rest)
 
-    from draftsmith.train import reader
+    from draftsmith.train.samples import samples as reader
 
     audit = reader.audit
     monkeypatch.setattr(reader, "audit", record)

@@ -24,11 +24,11 @@ import pytest
 import tiny
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.train import storage
 from draftsmith.train.data.imported import import_answers
 from draftsmith.train.data.prompts import Prompt, asked
-from draftsmith.train.parts import Parts
-from draftsmith.train.samples import Samples, generate
+from draftsmith.train.samples import store
+from draftsmith.train.samples.answer import Samples, generate
+from draftsmith.train.samples.parts import Parts
 
 WARM = Sampler(0.8, 10)
 BATCH, PROMPTS, TOKENS = 3, 11, 8  # four batches
@@ -95,7 +95,7 @@ def dies_at(call: int, after: bool, folder: Path) -> None:
 
 def drive(base: Path) -> None:
     """Prints, as JSON, what became of runs killed at every step and at seeded times."""
-    storage.library()  # what takes seconds, once for all forks
+    store.library()  # what takes seconds, once for all forks
     tiny.target()
     whole = base / "whole"
     began = time.monotonic()
@@ -185,17 +185,17 @@ def test_stored_prompts_are_not_answered_again(
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: Path) -> None:
     """One line; what was stored stays, and with room the run goes on."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    kept = {part.name for part in (begun / storage.PARTS).iterdir()}
-    write = storage.write_manifest
-    monkeypatch.setattr(storage, "write_manifest", lambda *given: None)
+    kept = {part.name for part in (begun / store.PARTS).iterdir()}
+    write = store.write_manifest
+    monkeypatch.setattr(store, "write_manifest", lambda *given: None)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
     try:
         with pytest.raises(UserError, match="cannot be written.*run the same command again"):
             run(begun)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert {part.name for part in (begun / storage.PARTS).iterdir()} == kept
-    monkeypatch.setattr(storage, "write_manifest", write)
+    assert {part.name for part in (begun / store.PARTS).iterdir()} == kept
+    monkeypatch.setattr(store, "write_manifest", write)
     run(begun)
     run(tmp_path / "whole")
     assert content(begun) == content(tmp_path / "whole")
@@ -242,7 +242,7 @@ def test_broken_part_is_told_and_made_anew(begun: Path, tmp_path: Path) -> None:
 
 
 def test_two_runs_at_once(begun: Path) -> None:
-    with storage.claimed(begun), pytest.raises(UserError, match="another run is writing there"):
+    with store.claimed(begun), pytest.raises(UserError, match="another run is writing there"):
         run(begun)
 
 

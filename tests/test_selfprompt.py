@@ -20,7 +20,7 @@ from draftsmith.recipes.self_prompt import self_prompt
 from draftsmith.train.data import self_prompt as selfprompt
 from draftsmith.train.data.hub import read_prompts
 from draftsmith.train.data.self_prompt import chosen, diversity, fault, user_turn, write_prompts
-from draftsmith.train.reader import Samples
+from draftsmith.train.samples.samples import Samples
 
 MARK = re.compile("<eos>")
 ENDS = "{% for m in messages %}b {{ m.content }}{{ '<eos>' }}{% endfor %}"

@@ -21,9 +21,9 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.train.data import endpoint
 from draftsmith.train.data import server as served
 from draftsmith.train.data.endpoint import Endpoint
-from draftsmith.train.parts import Parts
 from draftsmith.train.progress import Answering
-from draftsmith.train.samples import Samples, generate
+from draftsmith.train.samples.answer import Samples, generate
+from draftsmith.train.samples.parts import Parts
 
 
 @pytest.fixture(autouse=True)

@@ -29,8 +29,8 @@ from draftsmith.train.data import endpoint
 from draftsmith.train.data import server as served
 from draftsmith.train.data.endpoint import Endpoint
 from draftsmith.train.data.prompts import Prompt, asked
-from draftsmith.train.parts import Parts
-from draftsmith.train.samples import generate
+from draftsmith.train.samples.answer import generate
+from draftsmith.train.samples.parts import Parts
 
 
 @pytest.fixture(autouse=True)

@@ -24,12 +24,12 @@ from draftsmith.drafters.batch import Batch, align
 from draftsmith.drafters.target.causal_lm import CausalLM
 from draftsmith.drafters.target.target import Target
 from draftsmith.train import checkpoint, recipe
-from draftsmith.train.audit import audit
 from draftsmith.train.features import FeatureCache
 from draftsmith.train.learner import Learner
 from draftsmith.train.loop import Run
-from draftsmith.train.packing import collate
-from draftsmith.train.samples import Samples
+from draftsmith.train.samples.answer import Samples
+from draftsmith.train.samples.audit import audit
+from draftsmith.train.samples.packing import collate
 from draftsmith.train.states import Computed, States
 from training import World
 

@@ -20,14 +20,14 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.source import resolve
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder import loop
-from draftsmith.train import samples as train_samples
 from draftsmith.train.data import chat_template
 from draftsmith.train.data.conversation import Conversation
 from draftsmith.train.data.prompts import Prompt, Unusable, asked
-from draftsmith.train.heldout import answered
-from draftsmith.train.parts import Parts
-from draftsmith.train.reader import Sample, Samples
-from draftsmith.train.samples import encode_fitting, generate
+from draftsmith.train.samples import answer as train_samples
+from draftsmith.train.samples.answer import encode_fitting, generate
+from draftsmith.train.samples.heldout import answered
+from draftsmith.train.samples.parts import Parts
+from draftsmith.train.samples.samples import Sample, Samples
 
 PLAIN = tiny.CHAT
 # As templates drop the thinking of earlier turns; here they put a word before them.

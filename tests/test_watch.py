@@ -26,7 +26,7 @@ from draftsmith.train.journal import Journal
 from draftsmith.train.learner import Learner
 from draftsmith.train.loop import Run
 from draftsmith.train.recipe import load
-from draftsmith.train.samples import Samples, generate
+from draftsmith.train.samples.answer import Samples, generate
 from training import World, differences, metrics
 
 

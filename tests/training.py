@@ -34,8 +34,8 @@ from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, features, learner, ranks
 from draftsmith.train.data.hub import read_prompts
 from draftsmith.train.learner import Learner
-from draftsmith.train.parts import Parts
-from draftsmith.train.samples import generate
+from draftsmith.train.samples.answer import generate
+from draftsmith.train.samples.parts import Parts
 from draftsmith.train.weights import Sums
 
 DRAFTERS: dict[str, dict[str, Any]] = {

@@ -25,7 +25,7 @@ from draftsmith.drafters.base import family
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.train import checkpoint, lora, plan, recipe, storage, trackers
+from draftsmith.train import checkpoint, lora, plan, recipe, trackers
 from draftsmith.train.data.hub import TRAIN
 from draftsmith.train.data.prompts import Prompt, product_prompts
 from draftsmith.train.data.sources import read_suite
@@ -34,7 +34,8 @@ from draftsmith.train.loop import Run
 from draftsmith.train.medusa2 import Medusa2
 from draftsmith.train.ranks import Ranks, check_spread, launched
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.samples import Samples, generate
+from draftsmith.train.samples import store
+from draftsmith.train.samples.answer import Samples, generate
 
 
 def run(path: str, overrides: Sequence[str]) -> int:
@@ -108,7 +109,7 @@ def _prompts(chosen: Recipe, tell: Callable[[str], None]) -> list[Prompt] | None
         if not chosen.prompts:
             return product_prompts("train")
         return read_suite(chosen.prompts, TRAIN, tell)
-    drawn_at = Sampler(**storage.read_manifest(Path(chosen.samples))["sampler"])
+    drawn_at = Sampler(**store.read_manifest(Path(chosen.samples))["sampler"])
     if drawn_at != chosen.sampler:
         raise UserError(
             f"{chosen.samples}: drawn at {drawn_at}, the recipe trains for {chosen.sampler}; "

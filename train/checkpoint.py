@@ -30,8 +30,9 @@ from torch import Tensor
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import NOT_WRITTEN, UserError, cannot_write
-from draftsmith.train import storage, trackers
+from draftsmith.train import trackers
 from draftsmith.train.recipe import Recipe, parse
+from draftsmith.train.samples import store
 
 # Keys that do not decide the weights: a run may go on with other values. (What the samples hold
 # is compared by content, wherever they lie.)
@@ -49,7 +50,7 @@ def claimed(recipe: Recipe) -> Iterator[None]:
     folder = recipe.folder
     taken = f"{folder}: another process is training there; wait for it, or give another name"
     unwritable = f"{folder}: cannot be written ({{reason}}); change runs"
-    with storage.locked(folder, taken, unwritable):
+    with store.locked(folder, taken, unwritable):
         _claim(recipe)
         yield
 

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from draftsmith.eval.acceptance.replay import ROWS
 from draftsmith.eval.overlap.row_stats import CELLS
-from draftsmith.train import checkpoint, features, storage
+from draftsmith.train import checkpoint, features
 from draftsmith.train.outline import Outline, Texts
 from draftsmith.train.pace import Pace
 from draftsmith.train.recipe import Recipe
+from draftsmith.train.samples import store
 
 FP32 = 4  # bytes
 REPLAYED = 4  # held-out texts read at a time
@@ -109,7 +110,7 @@ def disk(recipe: Recipe, outline: Outline, texts: Texts, device: torch.device) -
     each = checkpoint.size(outline.stored, outline.trained, outline.adapters)
     parts = {"checkpoints": checkpoints(recipe) * each}
     if not texts.drawn:
-        parts["samples"] = storage.size(len(texts.lengths), texts.tokens)
+        parts["samples"] = store.size(len(texts.lengths), texts.tokens)
     if recipe.adapt:
         parts["new target"] = outline.target_size * target_dtype(outline, device).itemsize
     if recipe.feature_cache:

@@ -34,12 +34,13 @@ from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.causal_lm import Tap
 from draftsmith.drafters.target.target import Target
-from draftsmith.train import checkpoint, record, storage
-from draftsmith.train.packing import Cursor, Stream, collate, teaching
+from draftsmith.train import checkpoint
 from draftsmith.train.progress import CountLine
 from draftsmith.train.ranks import ALONE, Ranks
-from draftsmith.train.reader import Samples, dtype_name
 from draftsmith.train.recipe import Recipe
+from draftsmith.train.samples import manifest, store
+from draftsmith.train.samples.packing import Cursor, Stream, collate, teaching
+from draftsmith.train.samples.samples import Samples, dtype_name
 from draftsmith.train.states import Computed
 
 FORMAT = 1
@@ -108,9 +109,9 @@ class FeatureCache:
             "layers": [*self.stored, "final"],
             "samples": samples.manifest["content_hash"],
             "length": recipe.length,
-            "shards": record.digest(self.shards),
+            "shards": manifest.digest(self.shards),
         }
-        self.digest = record.digest(self.about)
+        self.digest = manifest.digest(self.about)
         self.folder = samples.folder / FOLDER / self.digest[:16]
         self._open = lru_cache(maxsize=_OPEN)(self._opened)
 
@@ -171,7 +172,7 @@ class FeatureCache:
             f"feature_cache: {self.folder} cannot be written ({{reason}}); copy the samples to "
             "where it can, or leave the key out"
         )
-        with storage.locked(self.folder, taken, unwritable):
+        with store.locked(self.folder, taken, unwritable):
             checkpoint.write(self.folder / "about.json", json.dumps(self.about, indent=1) + "\n")
             yield
 

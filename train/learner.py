@@ -26,10 +26,10 @@ from draftsmith.drafters.sampling import Noise
 from draftsmith.drafters.target.target import Target
 from draftsmith.train import checkpoint, watch
 from draftsmith.train.objective import LOSSES, Objective, backward, denominator, lesson
-from draftsmith.train.packing import Cursor, Stream, alone, collate
 from draftsmith.train.ranks import summed
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.samples import Samples
+from draftsmith.train.samples.answer import Samples
+from draftsmith.train.samples.packing import Cursor, Stream, alone, collate
 from draftsmith.train.start import begin
 from draftsmith.train.states import Computed, States
 from draftsmith.train.weights import Running, Sums

@@ -43,7 +43,7 @@ from draftsmith.train.learner import Learner
 from draftsmith.train.lora import Adapters
 from draftsmith.train.objective import backward
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.samples import Samples
+from draftsmith.train.samples.answer import Samples
 from draftsmith.train.states import Computed, States
 from draftsmith.train.weights import Sums
 

@@ -16,14 +16,15 @@ from draftsmith.drafters.parts.layers import SelfAttention
 from draftsmith.drafters.target.causal_lm import CausalLM
 from draftsmith.drafters.target.shell import Shell
 from draftsmith.drafters.target.source import Source, resolve
-from draftsmith.train import lora, storage
+from draftsmith.train import lora
 from draftsmith.train.data.hub import TRAIN
 from draftsmith.train.data.prompts import Prompt, product_prompts
 from draftsmith.train.data.sources import read_suite
 from draftsmith.train.lora import linears
-from draftsmith.train.packing import Stream, teaching
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.samples import Samples
+from draftsmith.train.samples import store
+from draftsmith.train.samples.answer import Samples
+from draftsmith.train.samples.packing import Stream, teaching
 
 
 @dataclass
@@ -141,8 +142,8 @@ def read_texts(recipe: Recipe, prompts: list[Prompt] | None = None) -> Texts:
     """prompts: those read already. Raises UserError for samples or prompts that cannot be read."""
     if recipe.samples is not None:
         folder = Path(recipe.samples)
-        manifest = storage.read_manifest(folder)
-        samples = Samples(folder, manifest, storage.load(folder / storage.ROWS))
+        manifest = store.read_manifest(folder)
+        samples = Samples(folder, manifest, store.load(folder / store.ROWS))
         made = int(samples.token_counts().sum())
         return Texts(folder, samples.lengths, samples.first_made, made, drawn=True)
     if prompts is None:

@@ -15,10 +15,10 @@ from draftsmith.drafters.batch import align
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.shell import Shell
 from draftsmith.train.lora import Lora
-from draftsmith.train.packing import collate
-from draftsmith.train.prior import token_counts
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.samples import Samples
+from draftsmith.train.samples.answer import Samples
+from draftsmith.train.samples.packing import collate
+from draftsmith.train.samples.prior import token_counts
 from draftsmith.train.states import States
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from draftsmith.drafters.errors import UserError
-from draftsmith.train.storage import BROKEN, library
+from draftsmith.train.samples.store import BROKEN, library
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt", ".parquet")
 _BOM = b"\xef\xbb\xbf"

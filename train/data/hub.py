@@ -26,7 +26,7 @@ from draftsmith.drafters.target.source import HUB_ID, HUB_TIMEOUT
 from draftsmith.train.data.columns import find_column, given_of, prompt_of, text_of
 from draftsmith.train.data.files import SUFFIXES, Fault, Row, read_rows, suffix
 from draftsmith.train.data.prompts import Prompt, Unusable
-from draftsmith.train.storage import BROKEN, library
+from draftsmith.train.samples.store import BROKEN, library
 
 log = logging.getLogger(__name__)
 

@@ -10,13 +10,14 @@ from typing import Any
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler, not_applied
 from draftsmith.drafters.target.target import Target
-from draftsmith.train import record, storage
 from draftsmith.train.data.columns import token_ids
 from draftsmith.train.data.files import Fault, read_rows
 from draftsmith.train.data.masks import given_rows
 from draftsmith.train.data.prompts import Prompt, Unusable
-from draftsmith.train.parts import Parts
-from draftsmith.train.reader import Samples
+from draftsmith.train.samples import manifest as record
+from draftsmith.train.samples import store
+from draftsmith.train.samples.parts import Parts
+from draftsmith.train.samples.samples import Samples
 
 _PART = 1000  # rows
 
@@ -60,7 +61,7 @@ def import_given(
     manifest = record.begun(target, sampler, "given") | {"foreign": True}
     rows = given_rows(prompts, target, tell)
     letters = sum(len(m["content"]) for p in prompts for m in p.messages or ())
-    return _stored(folder, manifest, rows, storage.size(len(prompts), letters), target, audit=0)
+    return _stored(folder, manifest, rows, store.size(len(prompts), letters), target, audit=0)
 
 
 def _stored(
@@ -72,29 +73,29 @@ def _stored(
     audit: int,
 ) -> Samples:
     """Writes rows as a samples folder; whatever fails, nothing is left of it."""
-    with storage.claimed(folder):
-        if (folder / storage.MANIFEST).exists():
-            before = storage.read_manifest(folder)
+    with store.claimed(folder):
+        if (folder / store.MANIFEST).exists():
+            before = store.read_manifest(folder)
             if before["state"] == "complete" or before["origin"] != manifest["origin"]:
                 raise UserError(f"samples {folder}: holds samples already; name another folder")
-            shutil.rmtree(folder / storage.PARTS, ignore_errors=True)
+            shutil.rmtree(folder / store.PARTS, ignore_errors=True)
         try:
-            storage.check_disk(folder, bytes_needed)
-            storage.write_manifest(folder, manifest)
+            store.check_disk(folder, bytes_needed)
+            store.write_manifest(folder, manifest)
             parts = Parts(folder)
             held: list[dict[str, Any]] = []
             for index, row in enumerate(rows):
                 held.append(row | {"index": index})
                 if len(held) == _PART:
-                    parts.add(storage.columns(held))
+                    parts.add(store.columns(held))
                     held = []
             if held:
-                parts.add(storage.columns(held))
+                parts.add(store.columns(held))
             return record.finish(folder, manifest, parts, target, audit)
         except UserError:
-            for name in (storage.PARTS, storage.ROWS):
+            for name in (store.PARTS, store.ROWS):
                 shutil.rmtree(folder / name, ignore_errors=True)
-            (folder / storage.MANIFEST).unlink(missing_ok=True)
+            (folder / store.MANIFEST).unlink(missing_ok=True)
             raise
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.train import storage
 from draftsmith.train.data.conversation import Conversation
 from draftsmith.train.data.endpoint import Endpoint
 from draftsmith.train.data.prompts import Unusable
-from draftsmith.train.parts import Parts
 from draftsmith.train.progress import Answering
-from draftsmith.train.reader import Samples
+from draftsmith.train.samples import store as storage
+from draftsmith.train.samples.parts import Parts
+from draftsmith.train.samples.samples import Samples
 
 log = logging.getLogger(__name__)
 

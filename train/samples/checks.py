@@ -10,8 +10,8 @@ from typing import Any
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler, not_applied
 from draftsmith.drafters.target.target import Target
-from draftsmith.train import storage
 from draftsmith.train.data.prompts import Prompt
+from draftsmith.train.samples import store
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def check_sizes(
     ]
     lengths = [min(length, target.max_positions) for length in lengths]
     tokens = sum(lengths)
-    disk = storage.size(len(lengths), tokens)
+    disk = store.size(len(lengths), tokens)
     config = target.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or target.hidden_size // config.num_attention_heads
@@ -84,7 +84,7 @@ def check_sizes(
         disk / 2**20,
         cache / 2**20,
     )
-    storage.check_disk(folder, disk)
+    store.check_disk(folder, disk)
 
 
 def _about(messages: Sequence[dict[str, Any]]) -> int:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.drafters.errors import UserError
-from draftsmith.train import storage
+from draftsmith.train.samples import store
 
 
 def _sizes(dataset: Any) -> list[int]:
     """Tokens of each row."""
-    return [size for lengths, _ in storage.chunks(dataset, "ids") for size in lengths.tolist()]
+    return [size for lengths, _ in store.chunks(dataset, "ids") for size in lengths.tolist()]
 
 
 def _answers(part: Any) -> tuple[list[int], dict[int, str]]:
@@ -32,7 +32,7 @@ class Parts:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder / storage.PARTS
+        self.folder = folder / store.PARTS
         self.folder.mkdir(exist_ok=True)
         self.indices: list[int] = []  # of the stored rows that hold a text, in no order
         self.given_up: dict[int, str] = {}  # prompts, and why; a later part may answer them
@@ -52,18 +52,18 @@ class Parts:
 
     def _read(self, part: Path) -> Any:
         # In memory: thousands of mapped files would exceed a process's limit of open files.
-        dataset = storage.load(part, in_memory=True)
+        dataset = store.load(part, in_memory=True)
         try:
             _, rows, digest = part.name.split("-")
             count = int(rows)
         except ValueError:
             raise UserError(f"{part}: is no part of these samples; move it away") from None
-        storage.check(dataset, count, digest, part)
+        store.check(dataset, count, digest, part)
         return dataset
 
     def add(self, rows: dict[str, list[Any]]) -> None:
         """Stores rows, {column: values} with `index` among the columns."""
-        datasets = storage.library()
+        datasets = store.library()
         value = datasets.Value
         features = datasets.Features(
             {
@@ -76,8 +76,8 @@ class Parts:
             }
         )
         dataset = datasets.Dataset.from_dict(rows, features=features)
-        digest = storage.content_hash(dataset)[:16]
-        storage.save(dataset, self.folder / f"{min(rows['index']):06d}-{len(dataset)}-{digest}")
+        digest = store.content_hash(dataset)[:16]
+        store.save(dataset, self.folder / f"{min(rows['index']):06d}-{len(dataset)}-{digest}")
         answered, given_up = _answers(dataset)
         self.indices += answered
         self.given_up |= given_up
@@ -87,8 +87,8 @@ class Parts:
 
         Returns the dataset, and how many prompts were given up for which reason.
         """
-        final = self.folder.parent / storage.ROWS
-        whole = storage.library().concatenate_datasets([self._read(part) for part in self._paths()])
+        final = self.folder.parent / store.ROWS
+        whole = store.library().concatenate_datasets([self._read(part) for part in self._paths()])
         answered, given_up = _answers(whole)
         left = [given_up[i] for i in sorted(given_up.keys() - set(answered))]
         lost = {reason: left.count(reason) for reason in sorted(set(left))}
@@ -98,8 +98,8 @@ class Parts:
             raise UserError(f"samples {final.parent}: {problem}")
         sizes, index = _sizes(whole), list(whole["index"])
         order = [i for i in sorted(range(len(index)), key=index.__getitem__) if sizes[i]]
-        storage.save(whole.select(order).remove_columns("index"), final)
-        return storage.load(final), lost
+        store.save(whole.select(order).remove_columns("index"), final)
+        return store.load(final), lost
 
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)

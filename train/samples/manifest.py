@@ -12,9 +12,9 @@ from typing import Any
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.train import storage
-from draftsmith.train.parts import Parts
-from draftsmith.train.reader import Samples, dtype_name
+from draftsmith.train.samples import store
+from draftsmith.train.samples.parts import Parts
+from draftsmith.train.samples.samples import Samples, dtype_name
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 def begun(target: Target, sampler: Sampler, origin: str) -> dict[str, Any]:
     """The manifest of samples whose rows are still to come."""
     return {
-        "format": storage.FORMAT,
+        "format": store.FORMAT,
         "state": "writing",
         "origin": origin,
         "foreign": False,
@@ -67,12 +67,12 @@ def finish(
     """Merges the parts, audits, completes the manifest."""
     rows, given_up = parts.merge()
     finish = list(rows["finish"])
-    made = sum(int(values.sum()) for _, values in storage.chunks(rows, "made"))
+    made = sum(int(values.sum()) for _, values in store.chunks(rows, "made"))
     manifest = manifest | {
         "samples": len(rows),
         "tokens_made": made,
         "finish": {reason: finish.count(reason) for reason in sorted(set(finish))},
-        "content_hash": storage.content_hash(rows),
+        "content_hash": store.content_hash(rows),
         "state": "complete",
     }
     if given_up:
@@ -81,7 +81,7 @@ def finish(
         log.warning("samples %s: prompts given up: %s", folder, why)
     out = Samples(folder, manifest, rows)
     out.prove(target, audit)
-    storage.write_manifest(folder, manifest)
+    store.write_manifest(folder, manifest)
     parts.remove()
     log.info("samples %s: %d, %d tokens made, %s", folder, len(rows), made, manifest["finish"])
     return out

@@ -17,8 +17,8 @@ from torch import Tensor
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.train import storage
-from draftsmith.train.audit import TOLERANCE, audit
+from draftsmith.train.samples import store
+from draftsmith.train.samples.audit import TOLERANCE, audit
 from draftsmith.train.states import Computed
 
 log = logging.getLogger(__name__)
@@ -63,15 +63,15 @@ class Samples:
         (0 = none; foreign text is never audited). Raises UserError.
         """
         folder = Path(folder)
-        manifest = storage.read_manifest(folder)
+        manifest = store.read_manifest(folder)
         if manifest["state"] != "complete":
             raise UserError(
                 f"samples {folder}: are still being written; wait for that run, or run it again "
                 "to let it finish"
             )
         _same_target(folder, manifest, target)
-        rows = storage.load(folder / storage.ROWS)
-        storage.check(rows, manifest["samples"], manifest["content_hash"], folder / storage.ROWS)
+        rows = store.load(folder / store.ROWS)
+        store.check(rows, manifest["samples"], manifest["content_hash"], folder / store.ROWS)
         out = cls(folder, manifest, rows)
         out.prove(target, audit)
         return out
@@ -85,19 +85,19 @@ class Samples:
 
     def __getitem__(self, index: int) -> Sample:
         row = self._rows[int(index)]
-        return Sample(*(row[column] for column in storage.COLUMNS))
+        return Sample(*(row[column] for column in store.COLUMNS))
 
     @cached_property
     def lengths(self) -> Tensor:
         """(n,) tokens of each sample."""
-        sizes = [torch.as_tensor(s.copy()) for s, _ in storage.chunks(self._rows, "ids")]
+        sizes = [torch.as_tensor(s.copy()) for s, _ in store.chunks(self._rows, "ids")]
         return torch.cat(sizes).long() if sizes else torch.zeros(0, dtype=torch.long)
 
     @cached_property
     def first_made(self) -> Tensor:
         """(n,) position of each sample's first target-made token; its length where it has none."""
         out = []
-        for sizes, made in storage.chunks(self._rows, "made"):
+        for sizes, made in store.chunks(self._rows, "made"):
             length = torch.as_tensor(sizes.copy()).long()
             row = torch.repeat_interleave(torch.arange(len(length)), length)
             where = torch.arange(len(row)) - (length.cumsum(0) - length)[row]
@@ -114,9 +114,7 @@ class Samples:
         V = self.manifest["target"]["vocab_size"]
         counts = torch.zeros(V, dtype=torch.long)
         start = 0
-        pairs = zip(
-            storage.chunks(self._rows, "ids"), storage.chunks(self._rows, "made"), strict=True
-        )
+        pairs = zip(store.chunks(self._rows, "ids"), store.chunks(self._rows, "made"), strict=True)
         for (sizes, ids), (_, made) in pairs:
             length = torch.as_tensor(sizes.copy()).long()
             use = wanted[start : start + len(length)].repeat_interleave(length)

@@ -15,10 +15,10 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.text import Text
 from draftsmith.eval.report.report import label
-from draftsmith.train import storage
 from draftsmith.train.data.chat_template import opening
 from draftsmith.train.data.prompts import Prompt, Unusable
-from draftsmith.train.samples import generate
+from draftsmith.train.samples import store
+from draftsmith.train.samples.answer import generate
 
 
 @dataclass
@@ -63,9 +63,9 @@ def answered(
 
 def also_trained_on(samples: Path, prompts: Sequence[Prompt], target: Target) -> int | None:
     """How many of the prompts stand in a samples folder too; None where the folder is gone."""
-    if not (samples / storage.ROWS).is_dir():
+    if not (samples / store.ROWS).is_dir():
         return None
-    seen = set(storage.load(samples / storage.ROWS)["key"])
+    seen = set(store.load(samples / store.ROWS)["key"])
     return sum(not seen.isdisjoint(_keys(prompt, target)) for prompt in prompts)
 
 

@@ -18,8 +18,6 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.text import Text
-from draftsmith.train import record, storage
-from draftsmith.train.checks import check_request, check_sizes, differences
 from draftsmith.train.data.chat_template import (
     check_template,
     control_tokens,
@@ -32,11 +30,14 @@ from draftsmith.train.data.endpoint import Endpoint
 from draftsmith.train.data.hub import Skips
 from draftsmith.train.data.prompts import Prompt, Unusable
 from draftsmith.train.data.server import answer_by
-from draftsmith.train.packing import buckets
-from draftsmith.train.parts import Parts
 from draftsmith.train.progress import Answering
 from draftsmith.train.ranks import ALONE, SEEN, Ranks
-from draftsmith.train.reader import Sample, Samples
+from draftsmith.train.samples import manifest as record
+from draftsmith.train.samples import store
+from draftsmith.train.samples.checks import check_request, check_sizes, differences
+from draftsmith.train.samples.packing import buckets
+from draftsmith.train.samples.parts import Parts
+from draftsmith.train.samples.samples import Sample, Samples
 
 __all__ = ["Sample", "Samples", "generate"]
 
@@ -89,17 +90,17 @@ def generate(
     if server:
         manifest["server"] = {"kind": server.kind, "model": server.model}
     audit = 16 if server and not foreign else 0
-    with storage.claimed(folder) if ranks.main else nullcontext():
+    with store.claimed(folder) if ranks.main else nullcontext():
         if ranks.main and not _complete(folder, manifest):
             check_sizes(target, prompts, encoded, max_new_tokens, batch_size, folder)
-            storage.write_manifest(folder, manifest)
+            store.write_manifest(folder, manifest)
             for line in [*about, *differences(target, sampler)]:
                 print(line, file=sys.stderr)
         ranks.meet()
-        ranks.see(folder / storage.MANIFEST)
+        ranks.see(folder / store.MANIFEST)
         if _complete(folder, manifest):
             if ranks.main:
-                shutil.rmtree(folder / storage.PARTS, ignore_errors=True)
+                shutil.rmtree(folder / store.PARTS, ignore_errors=True)
             return Samples.open(folder, target, audit=0)
         parts = Parts(folder)
         talks = ranks.share(_to_answer(prompts, encoded, target, parts))
@@ -117,15 +118,15 @@ def generate(
             parts = _gathered(parts, {i for i, ids in enumerate(encoded) if ids})
             made = record.finish(folder, manifest, parts, target, audit)
         ranks.meet()
-        ranks.see(folder / storage.ROWS)
+        ranks.see(folder / store.ROWS)
         return made if ranks.main else Samples.open(folder, target, audit=0)
 
 
 def _complete(folder: Path, manifest: dict[str, Any]) -> bool:
     """Whether the folder holds the samples asked for; UserError where it holds others."""
-    if not (folder / storage.MANIFEST).exists():
+    if not (folder / store.MANIFEST).exists():
         return False
-    stored = storage.read_manifest(folder)
+    stored = store.read_manifest(folder)
     record.same_settings(folder, stored, manifest)
     return bool(stored["state"] == "complete")
 
@@ -252,7 +253,7 @@ def _answer(
                     more = [talk for talk in batch if talk.ask(max_new_tokens)]
                     asked += more
                     if ended := [talk for talk in batch if talk not in more]:
-                        parts.add(storage.columns([row for talk in ended for row in talk.rows()]))
+                        parts.add(store.columns([row for talk in ended for row in talk.rows()]))
                         progress.stored(len(ended))
                 live = asked
     log.info("%d tokens, %.0f tokens/s", progress.tokens, progress.rate)

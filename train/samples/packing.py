@@ -12,7 +12,7 @@ import torch
 
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.errors import UserError
-from draftsmith.train.reader import Samples
+from draftsmith.train.samples.samples import Samples
 
 log = logging.getLogger(__name__)
 

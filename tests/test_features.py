@@ -32,11 +32,12 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.causal_lm import CausalLM
 from draftsmith.drafters.target.target import Target
 from draftsmith.train import __main__ as train
-from draftsmith.train import features, recipe
+from draftsmith.train import recipe
 from draftsmith.train.data.prompts import Prompt
-from draftsmith.train.features import FeatureCache, stored_taps
 from draftsmith.train.samples.answer import Samples, generate
 from draftsmith.train.samples.packing import Cursor, Stream, collate
+from draftsmith.train.states import cache as features
+from draftsmith.train.states.cache import FeatureCache, stored_taps
 from training import World, differences, metrics
 
 LENGTH = 40

@@ -27,7 +27,6 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.eval.evaluate import count_parameters
 from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, cost, outline, plan, recipe
-from draftsmith.train.features import FeatureCache
 from draftsmith.train.learner import Learner
 from draftsmith.train.lora import Lora
 from draftsmith.train.medusa2 import Medusa2
@@ -35,6 +34,7 @@ from draftsmith.train.pace import Pace
 from draftsmith.train.samples import packing
 from draftsmith.train.samples.answer import Samples
 from draftsmith.train.samples.packing import Cursor
+from draftsmith.train.states.cache import FeatureCache
 from toys import ToyBlock
 from training import World
 

@@ -30,11 +30,12 @@ import training
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.target import Target
 from draftsmith.train import __main__ as train
-from draftsmith.train import checkpoint, features, learner, loop, ranks
+from draftsmith.train import checkpoint, learner, loop, ranks
 from draftsmith.train.ranks import Ranks
 from draftsmith.train.samples import store as storage
 from draftsmith.train.samples.parts import Parts
 from draftsmith.train.samples.samples import Samples
+from draftsmith.train.states import cache
 from training import World, metrics
 
 STEPS = 9
@@ -288,7 +289,7 @@ def test_a_cache_that_another_run_fills_is_told_by_all(world: World, tmp_path: P
     """In one line each: the others wait where the main process gave up."""
     path = str(world.recipe("cached", steps=1, feature_cache="1GB"))
     assert train.main([path]) == 0
-    (shard,) = (world.samples / features.FOLDER).glob("*/*.safetensors")
+    (shard,) = (world.samples / cache.FOLDER).glob("*/*.safetensors")
     shard.unlink()
     shutil.rmtree(world.folder("cached"))
     with FileLock(shard.with_name(".lock")):

@@ -24,13 +24,13 @@ from draftsmith.drafters.batch import Batch, align
 from draftsmith.drafters.target.causal_lm import CausalLM
 from draftsmith.drafters.target.target import Target
 from draftsmith.train import checkpoint, recipe
-from draftsmith.train.features import FeatureCache
 from draftsmith.train.learner import Learner
 from draftsmith.train.loop import Run
 from draftsmith.train.samples.answer import Samples
 from draftsmith.train.samples.audit import audit
 from draftsmith.train.samples.packing import collate
-from draftsmith.train.states import Computed, States
+from draftsmith.train.states.cache import FeatureCache
+from draftsmith.train.states.states import Computed, States
 from training import World
 
 TAPS = [1, 2, tiny.LAYERS]

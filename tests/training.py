@@ -31,11 +31,12 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.recipes import card, commands, export
 from draftsmith.train import __main__ as train
-from draftsmith.train import checkpoint, features, learner, ranks
+from draftsmith.train import checkpoint, learner, ranks
 from draftsmith.train.data.hub import read_prompts
 from draftsmith.train.learner import Learner
 from draftsmith.train.samples.answer import generate
 from draftsmith.train.samples.parts import Parts
+from draftsmith.train.states import cache
 from draftsmith.train.weights import Sums
 
 DRAFTERS: dict[str, dict[str, Any]] = {
@@ -292,15 +293,15 @@ def slowed() -> None:
 
 def small_slow_shards() -> None:
     """A feature cache of several files, each of which stays half written for a while."""
-    features.SHARD = 70_000
-    save = features.save_file
+    cache.SHARD = 70_000
+    save = cache.save_file
 
     def slow_save(states: Any, file: Path, metadata: dict[str, str]) -> None:
         file.write_bytes(b"half")
         time.sleep(0.1)
         save(states, file, metadata)
 
-    features.save_file = slow_save
+    cache.save_file = slow_save
 
 
 def written_in_place() -> None:

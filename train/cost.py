@@ -15,11 +15,12 @@ from torch import Tensor
 
 from draftsmith.eval.acceptance.replay import ROWS
 from draftsmith.eval.overlap.row_stats import CELLS
-from draftsmith.train import checkpoint, features
+from draftsmith.train import checkpoint
 from draftsmith.train.outline import Outline, Texts
 from draftsmith.train.pace import Pace
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples import store
+from draftsmith.train.states import cache
 
 FP32 = 4  # bytes
 REPLAYED = 4  # held-out texts read at a time
@@ -114,7 +115,7 @@ def disk(recipe: Recipe, outline: Outline, texts: Texts, device: torch.device) -
     if recipe.adapt:
         parts["new target"] = outline.target_size * target_dtype(outline, device).itemsize
     if recipe.feature_cache:
-        name = _words(features.stored_dtype(recipe, target_dtype(outline, device)))
+        name = _words(cache.stored_dtype(recipe, target_dtype(outline, device)))
         parts["feature cache"] = states(recipe, outline, texts, device)[name][0]
     return parts
 
@@ -132,7 +133,7 @@ def states(
     taps, target = outline.drafter.taps, outline.target
     options = {"online": (0, int(read(recipe, texts, processes)))}
     for dtype in dict.fromkeys((target_dtype(outline, device), torch.bfloat16)):
-        each = features.token_bytes(taps, target.num_layers, target.hidden_size, dtype)
+        each = cache.token_bytes(taps, target.num_layers, target.hidden_size, dtype)
         options[_words(dtype)] = each * once, once
     return options
 

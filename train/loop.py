@@ -15,11 +15,11 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.eval.acceptance.replay import replays
 from draftsmith.train import checkpoint
-from draftsmith.train.features import FeatureCache
 from draftsmith.train.journal import Journal
 from draftsmith.train.learner import Learner
 from draftsmith.train.ranks import ALONE, Ranks, check_alike, on_any
-from draftsmith.train.states import States
+from draftsmith.train.states.cache import FeatureCache
+from draftsmith.train.states.states import States
 
 STOPPED = 143  # 128 + SIGTERM
 

@@ -44,7 +44,7 @@ from draftsmith.train.lora import Adapters
 from draftsmith.train.objective import backward
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples.answer import Samples
-from draftsmith.train.states import Computed, States
+from draftsmith.train.states.states import Computed, States
 from draftsmith.train.weights import Sums
 
 TAPS = ("normed",)  # of Medusa heads

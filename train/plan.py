@@ -15,10 +15,11 @@ import psutil
 import torch
 
 from draftsmith.drafters.errors import UserError
-from draftsmith.train import checkpoint, cost, features
+from draftsmith.train import checkpoint, cost
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.outline import Outline, read_texts
 from draftsmith.train.recipe import Recipe
+from draftsmith.train.states import cache
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Plan:
     drafter_parameters: int  # trained
     memory: dict[str, int]
     disk: dict[str, int]
-    features: dict[str, tuple[int, int]]
+    cache: dict[str, tuple[int, int]]
     tokens: dict[str, int]
     passes: float
     seconds: dict[str, float]
@@ -91,7 +92,7 @@ def check(recipe: Recipe, prompts: list[Prompt] | None = None) -> None:
     disk = dict(made.disk)
     states = disk.get("feature cache", 0)
     if recipe.feature_cache and states > recipe.feature_cache:
-        raise features.beyond(recipe.feature_cache, states)
+        raise cache.beyond(recipe.feature_cache, states)
     if recipe.samples is not None:  # it lies beside them, and may be there
         disk.pop("feature cache", None)
     done = len(checkpoint.steps(folder))

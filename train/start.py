@@ -19,7 +19,7 @@ from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples.answer import Samples
 from draftsmith.train.samples.packing import collate
 from draftsmith.train.samples.prior import token_counts
-from draftsmith.train.states import States
+from draftsmith.train.states.states import States
 
 
 @dataclass(frozen=True)

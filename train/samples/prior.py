@@ -16,7 +16,7 @@ from torch import Tensor
 from draftsmith.drafters.target.shell import Shell
 from draftsmith.train.samples.answer import Samples
 from draftsmith.train.samples.packing import collate
-from draftsmith.train.states import States
+from draftsmith.train.states.states import States
 
 TEXTS = 64  # conversations that the law is averaged over
 _ROWS = 256  # positions whose logits are alive at a time

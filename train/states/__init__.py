@@ -1,0 +1,1 @@
+"""Where the target's states come from: this process, or a cache on disk."""

@@ -38,8 +38,8 @@ from common import HERE, cell, markdown
 from draftsmith.drafters.batch import Batch, align, batch_of
 from draftsmith.drafters.eagle import Eagle, EagleConfig
 from draftsmith.drafters.target.causal_lm import CausalLM
-from draftsmith.train.objective import Objective, backward
-from draftsmith.train.weights import DepthWeights
+from draftsmith.train.objective.objective import Objective, backward
+from draftsmith.train.objective.weights import DepthWeights
 
 H, LAYERS, CHUNK, DECAY, SHARE = 576, 1, 256, 0.8, 0.42
 # SHARE: of a packed row of the samples that recipes/smol-eagle3.yaml learns from.

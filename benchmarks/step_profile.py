@@ -32,8 +32,9 @@ from common import HERE, cell, markdown
 
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.overlap import row_stats
-from draftsmith.train import objective, recipe
+from draftsmith.train import recipe
 from draftsmith.train.learner import Learner
+from draftsmith.train.objective import objective
 from draftsmith.train.samples.answer import Samples
 
 STEPS = 8

@@ -40,7 +40,7 @@ def keys(
     """A recipe's keys: type, default and meaning; and the losses."""
     from draftsmith.drafters import base
     from draftsmith.drafters.errors import UserError
-    from draftsmith.train.objective import LOSSES
+    from draftsmith.train.objective.objective import LOSSES
     from draftsmith.train.recipe import LossNumbers, Recipe
 
     families = [name for name in base.BUILT_IN if name != "ngram"]  # it has nothing to train

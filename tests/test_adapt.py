@@ -30,9 +30,10 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.target import Target
 from draftsmith.recipes import commands, compare, export, report
 from draftsmith.train import __main__ as train
-from draftsmith.train import checkpoint, loop, lora, medusa2, objective, recipe
+from draftsmith.train import checkpoint, loop, lora, medusa2, recipe
 from draftsmith.train.loop import Run
 from draftsmith.train.medusa2 import Medusa2
+from draftsmith.train.objective import objective
 from draftsmith.train.samples.answer import Sample, Samples
 from draftsmith.train.samples.packing import collate
 from training import World

@@ -24,9 +24,9 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.train import __main__ as train
 from draftsmith.train import plan
 from draftsmith.train.learner import Learner
-from draftsmith.train.objective import Objective, backward, denominator, lesson
+from draftsmith.train.objective.objective import Objective, backward, denominator, lesson
+from draftsmith.train.objective.weights import DepthWeights
 from draftsmith.train.recipe import load, parse
-from draftsmith.train.weights import DepthWeights
 from objectives import ROWS, K, drafter, noise, packed, texts
 from training import World
 

@@ -20,9 +20,9 @@ from draftsmith.drafters import batch as batch_module
 from draftsmith.drafters.batch import align
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.eval.acceptance import replay
-from draftsmith.train import objective as objective_module
-from draftsmith.train.objective import LOSSES, Objective, denominator
-from draftsmith.train.weights import DepthWeights, Running, reached
+from draftsmith.train.objective import objective as objective_module
+from draftsmith.train.objective.objective import LOSSES, Objective, denominator
+from draftsmith.train.objective.weights import DepthWeights, Running, reached
 from objectives import (
     CUT,
     GREEDY,

@@ -22,7 +22,7 @@ from draftsmith.drafters import batch as batch_module
 from draftsmith.drafters.batch import Batch, align
 from draftsmith.drafters.eagle1 import Eagle1
 from draftsmith.drafters.sampling import Noise
-from draftsmith.train.objective import Objective, backward, denominator
+from draftsmith.train.objective.objective import Objective, backward, denominator
 from objectives import ROWS, K, cells, distance, drafter, grads, noise, packed, run, table, texts
 
 

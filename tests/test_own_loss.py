@@ -26,7 +26,7 @@ from draftsmith.drafters.eagle import Eagle, EagleConfig
 from draftsmith.drafters.eagle1 import Eagle1, Eagle1Config
 from draftsmith.drafters.errors import UserError
 from draftsmith.train import __main__ as train
-from draftsmith.train.objective import Objective, backward, denominator
+from draftsmith.train.objective.objective import Objective, backward, denominator
 from draftsmith.train.recipe import parse
 from draftsmith.train.start import fresh
 from objectives import K, packed

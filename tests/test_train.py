@@ -37,8 +37,8 @@ from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, learner, loop
 from draftsmith.train.learner import Learner
 from draftsmith.train.loop import Run
+from draftsmith.train.objective.weights import Sums
 from draftsmith.train.samples.packing import Cursor, Stream
-from draftsmith.train.weights import Sums
 from training import World, differences, metrics
 
 STEPS = 9

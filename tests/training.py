@@ -34,10 +34,10 @@ from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, learner, ranks
 from draftsmith.train.data.hub import read_prompts
 from draftsmith.train.learner import Learner
+from draftsmith.train.objective.weights import Sums
 from draftsmith.train.samples.answer import generate
 from draftsmith.train.samples.parts import Parts
 from draftsmith.train.states import cache
-from draftsmith.train.weights import Sums
 
 DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle": {"taps": [1, 2, 4], "draft_vocab": 32},

@@ -15,9 +15,9 @@ from draftsmith.eval.report.provenance import provenance
 from draftsmith.train import trackers, watch
 from draftsmith.train.checkpoint import Metrics, read_metrics
 from draftsmith.train.learner import Learner
+from draftsmith.train.objective.weights import Sums
 from draftsmith.train.progress import CountLine
 from draftsmith.train.ranks import on_any
-from draftsmith.train.weights import Sums
 
 
 class Journal:

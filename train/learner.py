@@ -25,14 +25,14 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Noise
 from draftsmith.drafters.target.target import Target
 from draftsmith.train import checkpoint, watch
-from draftsmith.train.objective import LOSSES, Objective, backward, denominator, lesson
+from draftsmith.train.objective.objective import LOSSES, Objective, backward, denominator, lesson
+from draftsmith.train.objective.weights import Running, Sums
 from draftsmith.train.ranks import summed
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples.answer import Samples
 from draftsmith.train.samples.packing import Cursor, Stream, alone, collate
 from draftsmith.train.start import begin
 from draftsmith.train.states.states import Computed, States
-from draftsmith.train.weights import Running, Sums
 
 
 class Learner:

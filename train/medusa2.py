@@ -41,11 +41,11 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.train import checkpoint, watch
 from draftsmith.train.learner import Learner
 from draftsmith.train.lora import Adapters
-from draftsmith.train.objective import backward
+from draftsmith.train.objective.objective import backward
+from draftsmith.train.objective.weights import Sums
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples.answer import Samples
 from draftsmith.train.states.states import Computed, States
-from draftsmith.train.weights import Sums
 
 TAPS = ("normed",)  # of Medusa heads
 

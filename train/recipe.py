@@ -28,8 +28,8 @@ from pydantic import (
 from draftsmith.drafters.base import DrafterConfig, entry, family
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import NOT_APPLIED, Sampler
-from draftsmith.train.objective import LOSSES, Objective
-from draftsmith.train.weights import DepthWeights
+from draftsmith.train.objective.objective import LOSSES, Objective
+from draftsmith.train.objective.weights import DepthWeights
 
 Spread = Literal["auto", "balanced", "balanced_low_0", "sequential"] | dict[str, int | str] | None
 DepthKind = Literal["constant", "geometric", "exponential", "dpace", "reach"]

@@ -19,8 +19,8 @@ from draftsmith.drafters.base import Drafter, Guesses, Unroll
 from draftsmith.drafters.batch import Alignment, Batch, align
 from draftsmith.drafters.sampling import Noise, Purpose
 from draftsmith.eval.overlap.row_stats import Chunk, chunk_stats, chunks
-from draftsmith.train.passes import passes
-from draftsmith.train.weights import DepthWeights, Running, Sums, reached
+from draftsmith.train.objective.expected_passes import passes
+from draftsmith.train.objective.weights import DepthWeights, Running, Sums, reached
 
 DRAWN = 1 << 20  # numbers of a row's noise drawn at a time: they are made from int64 ones
 FLOOR = 1e-6  # of alpha under a logarithm, where nothing overlaps (LK, arXiv 2602.23881)

@@ -32,7 +32,7 @@ def measure(name: str, samples: str, runs: str) -> dict[str, Any]:
     from draftsmith.train import __main__ as train
     from draftsmith.train import recipe
     from draftsmith.train.checkpoint import read_metrics
-    from draftsmith.train.plan import plan
+    from draftsmith.train.plan.plan import plan
 
     chosen = recipe.load(name, [f"samples={samples}", f"runs={runs}", *SHORT])
     made = plan(chosen)

@@ -21,8 +21,9 @@ import torch
 import transformers
 from common import HERE, cell, markdown
 
-from draftsmith.train import cost, outline, recipe
+from draftsmith.train import recipe
 from draftsmith.train.data.prompts import Prompt
+from draftsmith.train.plan import cost, outline
 
 GPU = torch.device("cuda")  # named for its dtypes alone: nothing is computed on it
 FLOPS = 4e14  # bf16 operations a second in matrix products
@@ -41,7 +42,7 @@ GIB, HOUR = 1 << 30, 3600
 
 @dataclass
 class Assumed:
-    """Rates as `draftsmith.train.pace.Pace` has them, by a roofline: few rows wait for weights."""
+    """Rates as `draftsmith.train.plan.pace.Pace` has them, by a roofline: few rows wait for weights."""
 
     device: torch.device
     dtype: torch.dtype

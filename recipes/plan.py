@@ -22,8 +22,8 @@ def plan(
     ] = 1,
 ) -> None:
     """What a recipe will take: parameters, memory, disk, tokens, time; from configs alone."""
-    from draftsmith.train.plan import plan as make
-    from draftsmith.train.plan import table
+    from draftsmith.train.plan.plan import plan as make
+    from draftsmith.train.plan.plan import table
     from draftsmith.train.recipe import load
 
     made = make(load(recipe, overrides or []), processes=processes)

@@ -22,10 +22,10 @@ from draftsmith.drafters.batch import Alignment, Batch, align
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.train import __main__ as train
-from draftsmith.train import plan
 from draftsmith.train.learner import Learner
 from draftsmith.train.objective.objective import Objective, backward, denominator, lesson
 from draftsmith.train.objective.weights import DepthWeights
+from draftsmith.train.plan import plan
 from draftsmith.train.recipe import load, parse
 from objectives import ROWS, K, drafter, noise, packed, texts
 from training import World

@@ -26,11 +26,12 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.evaluate import count_parameters
 from draftsmith.train import __main__ as train
-from draftsmith.train import checkpoint, cost, outline, plan, recipe
+from draftsmith.train import checkpoint, recipe
 from draftsmith.train.learner import Learner
 from draftsmith.train.lora import Lora
 from draftsmith.train.medusa2 import Medusa2
-from draftsmith.train.pace import Pace
+from draftsmith.train.plan import cost, outline, plan
+from draftsmith.train.plan.pace import Pace
 from draftsmith.train.samples import packing
 from draftsmith.train.samples.answer import Samples
 from draftsmith.train.samples.packing import Cursor

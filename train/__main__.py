@@ -25,13 +25,14 @@ from draftsmith.drafters.base import family
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.train import checkpoint, lora, plan, recipe, trackers
+from draftsmith.train import checkpoint, lora, recipe, trackers
 from draftsmith.train.data.hub import TRAIN
 from draftsmith.train.data.prompts import Prompt, product_prompts
 from draftsmith.train.data.sources import read_suite
 from draftsmith.train.learner import Learner
 from draftsmith.train.loop import Run
 from draftsmith.train.medusa2 import Medusa2
+from draftsmith.train.plan import plan
 from draftsmith.train.ranks import Ranks, check_spread, launched
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples import store

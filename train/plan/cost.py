@@ -16,8 +16,8 @@ from torch import Tensor
 from draftsmith.eval.acceptance.replay import ROWS
 from draftsmith.eval.overlap.row_stats import CELLS
 from draftsmith.train import checkpoint
-from draftsmith.train.outline import Outline, Texts
-from draftsmith.train.pace import Pace
+from draftsmith.train.plan.outline import Outline, Texts
+from draftsmith.train.plan.pace import Pace
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples import store
 from draftsmith.train.states import cache

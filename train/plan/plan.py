@@ -15,9 +15,10 @@ import psutil
 import torch
 
 from draftsmith.drafters.errors import UserError
-from draftsmith.train import checkpoint, cost
+from draftsmith.train import checkpoint
 from draftsmith.train.data.prompts import Prompt
-from draftsmith.train.outline import Outline, read_texts
+from draftsmith.train.plan import cost
+from draftsmith.train.plan.outline import Outline, read_texts
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.states import cache
 

@@ -1,0 +1,1 @@
+"""What a run will take, from configs alone: parameters, memory, disk, hours."""

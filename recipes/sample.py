@@ -82,7 +82,7 @@ def sample(
     from draftsmith.train.data.imported import import_answers, import_given
     from draftsmith.train.data.prompts import product_prompts
     from draftsmith.train.data.sources import read_suite
-    from draftsmith.train.ranks import check_spread, launched
+    from draftsmith.train.processes import check_spread, launched
     from draftsmith.train.samples import store
     from draftsmith.train.samples.answer import generate
 

@@ -30,8 +30,9 @@ import training
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.target import Target
 from draftsmith.train import __main__ as train
-from draftsmith.train import checkpoint, learner, loop, ranks
-from draftsmith.train.ranks import Ranks
+from draftsmith.train import checkpoint, learner, loop
+from draftsmith.train import processes as ranks
+from draftsmith.train.processes import Ranks
 from draftsmith.train.samples import store as storage
 from draftsmith.train.samples.parts import Parts
 from draftsmith.train.samples.samples import Samples

@@ -31,7 +31,7 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.recipes import card, commands, export
 from draftsmith.train import __main__ as train
-from draftsmith.train import checkpoint, learner, ranks
+from draftsmith.train import checkpoint, learner, processes
 from draftsmith.train.data.hub import read_prompts
 from draftsmith.train.learner import Learner
 from draftsmith.train.objective.weights import Sums
@@ -186,7 +186,7 @@ def train_together(index: int, recipes: list[str], before: Callable[[], None] | 
 
 def impatient() -> None:
     """A process that is silent for 10 seconds is dead: for a test's patience."""
-    ranks.LOST = 10.0
+    processes.LOST = 10.0
 
 
 def answer_together(
@@ -203,7 +203,7 @@ def answer_together(
         Parts.add = slowly  # type: ignore[method-assign]
     impatient()  # they are idle in no step for so long
     try:
-        with ranks.launched() as here:
+        with processes.launched() as here:
             generate(
                 Target.load(target, here.device), read_prompts(Path(prompts)), Sampler(), 24,
                 Path(folder), 0, batch, ranks=here,

@@ -33,7 +33,7 @@ from draftsmith.train.learner import Learner
 from draftsmith.train.loop import Run
 from draftsmith.train.medusa2 import Medusa2
 from draftsmith.train.plan import plan
-from draftsmith.train.ranks import Ranks, check_spread, launched
+from draftsmith.train.processes import Ranks, check_spread, launched
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples import store
 from draftsmith.train.samples.answer import Samples, generate

@@ -16,8 +16,8 @@ from draftsmith.train import trackers, watch
 from draftsmith.train.checkpoint import Metrics, read_metrics
 from draftsmith.train.learner import Learner
 from draftsmith.train.objective.weights import Sums
+from draftsmith.train.processes import on_any
 from draftsmith.train.progress import CountLine
-from draftsmith.train.ranks import on_any
 
 
 class Journal:

@@ -27,7 +27,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.train import checkpoint, watch
 from draftsmith.train.objective.objective import LOSSES, Objective, backward, denominator, lesson
 from draftsmith.train.objective.weights import Running, Sums
-from draftsmith.train.ranks import summed
+from draftsmith.train.processes import summed
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples.answer import Samples
 from draftsmith.train.samples.packing import Cursor, Stream, alone, collate

@@ -17,7 +17,7 @@ from draftsmith.eval.acceptance.replay import replays
 from draftsmith.train import checkpoint
 from draftsmith.train.journal import Journal
 from draftsmith.train.learner import Learner
-from draftsmith.train.ranks import ALONE, Ranks, check_alike, on_any
+from draftsmith.train.processes import ALONE, Ranks, check_alike, on_any
 from draftsmith.train.states.cache import FeatureCache
 from draftsmith.train.states.states import States
 

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from draftsmith.drafters.batch import Alignment, Batch
-from draftsmith.train.ranks import summed
+from draftsmith.train.processes import summed
 
 MEMORY = 0.95  # of running means: about the last 20 steps
 

@@ -30,8 +30,8 @@ from draftsmith.train.data.endpoint import Endpoint
 from draftsmith.train.data.hub import Skips
 from draftsmith.train.data.prompts import Prompt, Unusable
 from draftsmith.train.data.server import answer_by
+from draftsmith.train.processes import ALONE, SEEN, Ranks
 from draftsmith.train.progress import Answering
-from draftsmith.train.ranks import ALONE, SEEN, Ranks
 from draftsmith.train.samples import manifest as record
 from draftsmith.train.samples import store
 from draftsmith.train.samples.checks import check_request, check_sizes, differences

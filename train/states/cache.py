@@ -35,8 +35,8 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.causal_lm import Tap
 from draftsmith.drafters.target.target import Target
 from draftsmith.train import checkpoint
+from draftsmith.train.processes import ALONE, Ranks
 from draftsmith.train.progress import CountLine
-from draftsmith.train.ranks import ALONE, Ranks
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples import manifest, store
 from draftsmith.train.samples.packing import Cursor, Stream, collate, teaching

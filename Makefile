@@ -59,7 +59,7 @@ test-fast: install
 # llama.cpp, kept outside .venv. FOLDER= says where; about 25 minutes on 2 cores, 4 GB.
 FOLDER ?= $(or $(DRAFTSMITH_SERVERS),$(HOME)/.cache/draftsmith/servers)
 servers:
-	DRAFTSMITH_SERVERS=$(FOLDER) PYTHON=$(PYTHON) sh tests/servers.sh
+	DRAFTSMITH_SERVERS=$(FOLDER) PYTHON=$(PYTHON) sh tests/support/servers.sh
 
 # On a CUDA machine, at most 8 minutes. Its python needs torch and transformers, not this .venv:
 # make gpu-check GPU_PYTHON=python3

@@ -48,7 +48,7 @@ def main() -> None:
         found = cell(place, partial(served, *how), SEED)
         hot = [e for e in found["temperatures"] if e["temperature"] > 0 or drafts == "greedy"]
         rows += [row for entry in hot for row in lines(found, name, entry)]
-        patch = ", patched by tests/servers.sh" if found["server"].get("patched") else ""
+        patch = ", patched by tests/support/servers.sh" if found["server"].get("patched") else ""
         said = found["server"]
         commands.append(f"{said['kind']} {said['version']}{patch}, {name}, {drafts} drafts:")
         commands += ["", f"    {said['command']}", ""]

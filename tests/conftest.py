@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 # Helpers hold assertions too: a failed one shows its values, as in a test.
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent / "support"
 pytest.register_assert_rewrite(
     *(path.stem for path in HERE.rglob("*.py") if not path.stem.startswith(("test_", "conftest")))
 )

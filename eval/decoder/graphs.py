@@ -2,7 +2,7 @@
 
 A graph is captured from the eager code itself, for one batch size and one view of the caches; when
 a text outgrows its view the next pair is captured. Whatever the host would have to read inside
-would freeze: tests/test_graphs.py replays recorded rounds on the CPU and compares.
+would freeze: tests/eval/decoder/test_graphs.py replays recorded rounds on the CPU and compares.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Kind:
 
     program(): what is started, UserError where it is not set up. command(program, target, draft or
     None, length of prompt and answer, port); environment(program) is added to ours. patched():
-    whether the one set up here has the fix of tests/servers.sh, None where there is none.
+    whether the one set up here has the fix of tests/support/servers.sh, None where there is none.
     prefix, tokens: see `counters.parse`. version(json of about): its version, None where the reply
     is another server's. limit: its word for the answer's length; asks: what a request holds beside
     what all have; ids(reply): the answer's token ids. shortens: it drafts less where fewer tokens

@@ -13,7 +13,7 @@ from draftsmith.drafters.target.source import Source
 
 
 def folder() -> Path:
-    """Where the servers are: $DRAFTSMITH_SERVERS, as tests/servers.sh has it."""
+    """Where the servers are: $DRAFTSMITH_SERVERS, as tests/support/servers.sh has it."""
     place = os.environ.get("DRAFTSMITH_SERVERS") or "~/.cache/draftsmith/servers"
     return Path(os.path.expanduser(place))
 
@@ -24,7 +24,7 @@ def vllm_python() -> Path:
 
 
 def vllm_patched() -> bool:
-    """Whether the vLLM here has the fix that tests/servers.sh appends: a second definition of the
+    """Whether the vLLM here has the fix that tests/support/servers.sh appends: a second definition of the
     kernel that gives each draft its request's temperature."""
     kernels = "vllm/lib/python3*/site-packages/vllm/utils/cpu_triton_utils.py"
     return any(

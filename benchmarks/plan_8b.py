@@ -42,7 +42,7 @@ GIB, HOUR = 1 << 30, 3600
 
 @dataclass
 class Assumed:
-    """Rates as `draftsmith.train.plan.pace.Pace` has them, by a roofline: few rows wait for weights."""
+    """Rates as `pace.Pace` has them, by a roofline: few rows wait for weights."""
 
     device: torch.device
     dtype: torch.dtype

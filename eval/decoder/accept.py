@@ -1,7 +1,7 @@
 """Accept rules: pure tensor functions, no host read, every draw through `draws`.
 
-Exact enumeration drives this very code with a scripted `draws` (tests/eval/decoder/test_accept.py), so what is
-certified is what serves. p and q are distributions after the serving sampler.
+Exact enumeration drives this very code with a scripted `draws` (tests/eval/decoder/test_accept.py),
+so what is certified is what serves. p and q are distributions after the serving sampler.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ def vllm_python() -> Path:
 
 
 def vllm_patched() -> bool:
-    """Whether the vLLM here has the fix that tests/support/servers.sh appends: a second definition of the
-    kernel that gives each draft its request's temperature."""
+    """Whether the vLLM here has the fix that tests/support/servers.sh appends: a second definition
+    of the kernel that gives each draft its request's temperature."""
     kernels = "vllm/lib/python3*/site-packages/vllm/utils/cpu_triton_utils.py"
     return any(
         file.read_text().count("def _expand_kernel_impl(") > 1 for file in folder().glob(kernels)

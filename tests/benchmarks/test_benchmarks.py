@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from places import BENCHMARKS
 
 from draftsmith.drafters.base import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.eval.speed import synthetic
+from places import BENCHMARKS
 
 
 @pytest.fixture

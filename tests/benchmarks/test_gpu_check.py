@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from places import BENCHMARKS
 
 from draftsmith.eval.decoder.round import Rounds
+from places import BENCHMARKS
 
 
 @pytest.fixture

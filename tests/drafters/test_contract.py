@@ -10,8 +10,9 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import tiny
 import torch
+
+import tiny
 import toys  # noqa: F401  (registers the toy families)
 from contracts import (
     DRAFTERS,
@@ -33,7 +34,6 @@ from contracts import (
     prompts,
     read,
 )
-
 from draftsmith.drafters import base
 from draftsmith.drafters import batch as batches
 from draftsmith.drafters.base import Policy

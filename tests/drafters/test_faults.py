@@ -11,11 +11,19 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
-import contracts as contract
 import pytest
+
+import contracts as contract
 import targets as target
 import tiny
 import tree_checks
+from draftsmith.drafters import (
+    batch,
+)
+from draftsmith.drafters.base import Drafter, Policy, family
+from draftsmith.drafters.sampling import Sampler
+from draftsmith.eval.acceptance.replay import moments, tables
+from draftsmith.eval.decoder.loop import Decoder
 from planted import (
     CLASSES,
     Patch,
@@ -52,14 +60,6 @@ from planted_drafts import (
     state_before_the_norm,
     when_served,
 )
-
-from draftsmith.drafters import (
-    batch,
-)
-from draftsmith.drafters.base import Drafter, Policy, family
-from draftsmith.drafters.sampling import Sampler
-from draftsmith.eval.acceptance.replay import moments, tables
-from draftsmith.eval.decoder.loop import Decoder
 
 # The checks, as functions of nothing
 

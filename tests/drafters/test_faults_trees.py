@@ -9,15 +9,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
+import torch
+from torch import Tensor
+
 import contracts as contract
 import decodings as decoding
 import parities as parity
-import pytest
 import tiny
-import torch
 import tree_checks as trees
-from torch import Tensor
-
 from draftsmith.drafters import grow
 from draftsmith.drafters.base import Policy
 from draftsmith.drafters.batch import Batch

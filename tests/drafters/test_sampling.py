@@ -10,11 +10,11 @@ import itertools
 from collections.abc import Callable
 
 import pytest
-import reference
 import torch
 from scipy import stats
 from torch import Tensor
 
+import reference
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Noise, Purpose, Sampler, argmax, pick
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-import contracts as contract
 import pytest
 import torch
 from torch import Tensor
-from toys import ToyEither, ToyEitherState
 
+import contracts as contract
 from draftsmith.drafters.base import Policy
 from draftsmith.drafters.sampling import Noise
 from draftsmith.drafters.state import DrafterState
 from draftsmith.drafters.target.slab import Slab
+from toys import ToyEither, ToyEitherState
 
 CPU = torch.device("cpu")
 

@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
 import reference
 import tiny
-import torch
 from contracts import (
     DRAFTERS,
     LAWFUL,
@@ -26,10 +30,6 @@ from contracts import (
     prompts,
     read,
 )
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import AutoModelForCausalLM
-
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError

@@ -10,13 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 
-import contracts as contract
 import pytest
 import torch
-from exact import chi_square
 from torch import Tensor
-from tree_checks import ABLE, DRAWN, GREEDY, PLAIN, SHAPES, UNEVEN, check_tree, play
 
+import contracts as contract
 from draftsmith.drafters.base import Policy
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.grow import Proposal, grow
@@ -24,6 +22,8 @@ from draftsmith.drafters.policy import StaticTree, Tree
 from draftsmith.drafters.sampling import Noise, Purpose, Sampler
 from draftsmith.drafters.vocab import VocabMap
 from draftsmith.eval.decoder.loop import Decoder
+from exact import chi_square
+from tree_checks import ABLE, DRAWN, GREEDY, PLAIN, SHAPES, UNEVEN, check_tree, play
 
 # Bad input
 

@@ -10,13 +10,13 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 
-import front_door
 import pytest
-import tiny
 import torch
-import training
 from torch import Tensor
 
+import front_door
+import tiny
+import training
 from draftsmith.drafters.base import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.eval.certify import certify, rulebook

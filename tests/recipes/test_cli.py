@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
-import training
 import transformers
-from front_door import FAULTS, Door, damage, never, run
-from training import World
 
+import tiny
+import training
 from draftsmith.drafters import base
 from draftsmith.drafters.target.target import Target
 from draftsmith.recipes import evaluate as evaluate_recipe
+from front_door import FAULTS, Door, damage, never, run
+from training import World
 
 COMMANDS = (
     *("quickstart", "plan", "sample", "self-prompt", "train", "keys", "eval", "report"),

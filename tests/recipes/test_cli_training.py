@@ -8,14 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import training
-from front_door import FAULTS, Door, damage, never, run
-from training import World
 
+import training
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.train import checkpoint
 from draftsmith.train.samples.samples import Samples
+from front_door import FAULTS, Door, damage, never, run
+from training import World
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,6 @@ import torch
 pytest.importorskip("datasets")
 
 import replays
-from training import World, save_target
-from walker import Visible, strangers
-
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch, align, batch_of
 from draftsmith.drafters.errors import UserError
@@ -29,6 +26,8 @@ from draftsmith.recipes import compare_page
 from draftsmith.recipes.commands import Compare
 from draftsmith.recipes.compare import Entry, _learned, compare
 from draftsmith.train import __main__ as train
+from training import World, save_target
+from walker import Visible, strangers
 
 K = 3
 NAMES = ("small", "eagle")

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
-import training
 import yaml
-from exports import target_gguf
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+import tiny
+import training
 from draftsmith.drafters import base, foreign
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.policy import Policy
@@ -28,6 +27,7 @@ from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.recipes import card, cli
 from draftsmith.recipes.commands import Export
 from draftsmith.recipes.export import export_checkpoint
+from exports import target_gguf
 
 REPLAY = {
     "kind": "replay", "step": 4, "tokens": 900, "k": 2, "tau": 1.6, "tau_ci": [1.5, 1.7],

@@ -18,8 +18,6 @@ pytest.importorskip("datasets")
 
 import quick
 import training
-from walker import NUMBER, Visible, strangers
-
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.report.report import report as eval_report
 from draftsmith.recipes import compare as house
@@ -27,6 +25,7 @@ from draftsmith.recipes import compare_page as pages
 from draftsmith.recipes.quickstart import NEXT, RECIPES, STAGES, quickstart
 from draftsmith.train import checkpoint
 from draftsmith.train.learner import Learner
+from walker import NUMBER, Visible, strangers
 
 NAMES = [*RECIPES, "ngram"]
 AT = "T=1"

@@ -19,10 +19,6 @@ import pytest
 pytest.importorskip("datasets")
 
 import tiny
-from reports import settings
-from training import World
-from walker import NUMBER, Visible, strangers
-
 from draftsmith.drafters import base
 from draftsmith.drafters.batch import batch_of
 from draftsmith.drafters.policy import Policy
@@ -39,6 +35,9 @@ from draftsmith.eval.speed.clocks import Steadiness
 from draftsmith.recipes import report as recipe_report
 from draftsmith.train import __main__ as train
 from draftsmith.train.samples.answer import Samples
+from reports import settings
+from training import World
+from walker import NUMBER, Visible, strangers
 
 K = 3
 

@@ -20,9 +20,6 @@ from filelock import FileLock
 pytest.importorskip("datasets")
 
 import training
-from reports import settings
-from training import World
-
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.loop import Decoder
@@ -36,6 +33,8 @@ from draftsmith.train.data.hub import read_prompts
 from draftsmith.train.data.imported import import_answers
 from draftsmith.train.data.prompts import Prompt, asked
 from draftsmith.train.samples.heldout import also_trained_on
+from reports import settings
+from training import World
 
 
 @pytest.fixture(scope="module")

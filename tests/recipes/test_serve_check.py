@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_server import Decoding
-from training import save_target, write_prompts
 
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter
@@ -22,6 +20,8 @@ from draftsmith.eval.servers.serving import KINDS
 from draftsmith.recipes import cli
 from draftsmith.recipes.commands import Export
 from draftsmith.recipes.export import export_checkpoint
+from fake_server import Decoding
+from training import save_target, write_prompts
 
 
 @dataclass

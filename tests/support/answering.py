@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 
+import tiny
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.loop import Decoder

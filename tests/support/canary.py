@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tiny
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
+import tiny
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter, Unroll
 from draftsmith.drafters.batch import Batch, align, batch_of

@@ -7,15 +7,15 @@ from itertools import chain
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+
 import reference
 import reference_eagle
 import reference_heads
 import reference_mtp
 import tiny
-import torch
 import toys  # noqa: F401  (registers the toy families)
-from torch import Tensor
-
 from draftsmith.drafters import base
 from draftsmith.drafters import batch as batches
 from draftsmith.drafters.base import Drafter, Guesses, Policy

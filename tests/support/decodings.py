@@ -8,11 +8,11 @@ from functools import cache
 from typing import Any
 
 import pytest
-import reference
-import tiny
 import torch
 from torch import Tensor
 
+import reference
+import tiny
 from draftsmith.drafters.base import Drafter, family
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import tiny
 import torch
 from torch import Tensor
 
+import tiny
 from draftsmith.drafters import base, export
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch, align, batch_of

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import reference
-import reference_eagle
-import tiny
 import torch
 from torch import Tensor
 
+import reference
+import reference_eagle
+import tiny
 from draftsmith.drafters.base import Drafter, family
 from draftsmith.drafters.batch import Batch, align
 from draftsmith.drafters.sampling import Noise, Sampler

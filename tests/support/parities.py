@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-import tiny
 import torch
-import toys  # noqa: F401  (registers the toy families)
 
+import tiny
+import toys  # noqa: F401  (registers the toy families)
 from draftsmith.drafters.base import Drafter, family
 from draftsmith.drafters.batch import Batch, align, batch_of
 from draftsmith.drafters.sampling import Sampler

@@ -6,13 +6,13 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-import laws_of_drafts
 import pytest
 import torch
 import torch.nn.functional as F
-import toys
 from torch import Tensor, nn
 
+import laws_of_drafts
+import toys
 from draftsmith.drafters import batch, eagle, eagle1, hydra, medusa, mtp, ngram, small
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.parts import one_layer

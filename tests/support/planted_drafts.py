@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from planted import CLASSES, Patch
 from torch import Tensor
 
 from draftsmith.drafters import eagle, eagle1, hydra, mtp
@@ -18,6 +17,7 @@ from draftsmith.drafters.vocab import VocabMap
 from draftsmith.eval.certify import rulebook
 from draftsmith.eval.decoder import accept
 from draftsmith.eval.decoder import round as round_module
+from planted import CLASSES, Patch
 
 
 def state_before_the_norm(patch: Patch) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import training
 
+import training
 from draftsmith.eval.speed import model
 from draftsmith.recipes.quickstart import Demo, quickstart
 

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from reference_eagle import eagle_logits
 from reference_replay import alpha, expected_passes, moments, ratios, rounds
-from torch import Tensor
 
 __all__ = ["sampled", "target_laws", "small_law", "ngram_guess"]
 __all__ += ["head_law", "eagle_law"]

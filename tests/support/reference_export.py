@@ -13,11 +13,12 @@ from typing import Any
 
 import gguf
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
 from reference_eagle import after_attention, attended, eagle_logits, rms
 from reference_heads import head_logits
 from reference_mtp import eagle1_logits
-from safetensors.torch import load_file
-from torch import Tensor
 
 
 def files(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from reference_eagle import after_attention, attended, rms, tapped
 from torch import Tensor
+
+from reference_eagle import after_attention, attended, rms, tapped
 
 
 def unembedded(hf: Any, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import reference
-import tiny
 import torch
-import toys  # noqa: F401  (registers the toy families)
 from transformers import AutoModelForCausalLM
 
+import reference
+import tiny
+import toys  # noqa: F401  (registers the toy families)
 from draftsmith.drafters.base import Drafter, family
 from draftsmith.drafters.batch import Batch, batch_of
 from draftsmith.drafters.sampling import Sampler

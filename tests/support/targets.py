@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import tiny
 import torch
 from torch import Tensor
 
+import tiny
 from draftsmith.drafters.target.attention import chain_step, packed_step, tree_shape, tree_step
 from draftsmith.drafters.target.slab import Slab
 from draftsmith.drafters.target.target import Target

@@ -11,15 +11,15 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
-import reference
-import reference_eagle
 import torch
-from exact import chi_square
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+import reference
+import reference_eagle
 from draftsmith.eval.certify.enumeration import Script, enumerate_rule
+from exact import chi_square
 
 VOCAB = 24
 HF_NORMS = 1e-5  # HF computes norms and RoPE in fp32 even where the weights are float64

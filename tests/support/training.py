@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 import yaml
 from safetensors.torch import load_file
 
+import tiny
 from draftsmith.drafters import base
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 import contracts as contract
 import decodings as decoding
 import parities as parity
 import tiny
-import torch
-from torch import Tensor
-
 from draftsmith.drafters import batch as batches
 from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.policy import StaticTree, Tree

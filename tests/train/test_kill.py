@@ -23,13 +23,12 @@ import torch
 pytest.importorskip("datasets")
 
 import training
-from training import World, differences
-
 from draftsmith.drafters import base
 from draftsmith.drafters.target.target import Target
 from draftsmith.train import checkpoint
 from draftsmith.train.checkpoint import read_metrics
 from draftsmith.train.samples import store
+from training import World, differences
 
 pytestmark = pytest.mark.slow
 

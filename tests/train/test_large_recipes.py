@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from places import RECIPES
-from training import sample, save_target, write_prompts
 
 from draftsmith.train import __main__ as train
 from draftsmith.train.checkpoint import read_metrics
+from places import RECIPES
+from training import sample, save_target, write_prompts
 
 LARGE = sorted(path.stem for path in RECIPES.glob("*8b*.yaml"))
 SIZES = ["steps=2", "rows=1", "accumulation=1", "length=64", "heldout=4", "save_every=2"]

@@ -13,14 +13,13 @@ pytest.importorskip("datasets")
 
 import tiny
 import training
-from training import World
-
 from draftsmith.drafters import base
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.target import Target
 from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, loop, lora, recipe
 from draftsmith.train.lora import Lora
+from training import World
 
 RANK, STEPS = 2, 6
 

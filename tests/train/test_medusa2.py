@@ -24,8 +24,6 @@ pytest.importorskip("datasets")
 
 import tiny
 import training
-from training import World
-
 from draftsmith.drafters import base
 from draftsmith.drafters.batch import align
 from draftsmith.drafters.errors import UserError
@@ -38,6 +36,7 @@ from draftsmith.train.medusa2 import Medusa2
 from draftsmith.train.objective import objective
 from draftsmith.train.samples.answer import Sample, Samples
 from draftsmith.train.samples.packing import collate
+from training import World
 
 RANK, STEPS, WEIGHT, DECAY = 4, 8, 0.3, 0.8
 KEYS: dict[str, Any] = {

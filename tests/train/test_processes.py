@@ -27,8 +27,6 @@ from torch.distributed import HashStore
 pytest.importorskip("datasets")
 
 import training
-from training import World, metrics
-
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.target import Target
 from draftsmith.train import __main__ as train
@@ -39,6 +37,7 @@ from draftsmith.train.samples import store as storage
 from draftsmith.train.samples.parts import Parts
 from draftsmith.train.samples.samples import Samples
 from draftsmith.train.states import cache
+from training import World, metrics
 
 STEPS = 9
 

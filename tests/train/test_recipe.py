@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from places import RECIPES
 from pydantic import BaseModel, Field, create_model
 
 from draftsmith.drafters import base
@@ -25,6 +24,7 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.recipes import keys
 from draftsmith.train import recipe
 from draftsmith.train.objective.objective import LOSSES, Cells, Loss
+from places import RECIPES
 
 SHIPPED = sorted(RECIPES.glob("*.yaml"))
 GOOD: dict[str, Any] = {"name": "mine", "drafter": "eagle", "steps": 10}

@@ -20,13 +20,12 @@ from accelerate import Accelerator
 pytest.importorskip("datasets")
 
 import training
-from training import World
-
 from draftsmith.drafters.target.target import Target
 from draftsmith.train import __main__ as train
 from draftsmith.train import loop, trackers
 from draftsmith.train.checkpoint import read_metrics
 from draftsmith.train.recipe import load
+from training import World
 
 DEPTHS, K = 2, 3
 MODULES = ("fc", "input_layernorm", "hidden_norm", "self_attn", "post_attention_layernorm", "mlp")

@@ -28,8 +28,6 @@ import yaml
 pytest.importorskip("datasets")
 
 import training
-from training import World, differences, metrics
-
 from draftsmith.drafters import base
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
@@ -41,6 +39,7 @@ from draftsmith.train.learner import Learner
 from draftsmith.train.loop import Run
 from draftsmith.train.objective.weights import Sums
 from draftsmith.train.samples.packing import Cursor, Stream
+from training import World, differences, metrics
 
 STEPS = 9
 

@@ -15,8 +15,6 @@ from accelerate import Accelerator
 pytest.importorskip("datasets")
 
 import training
-from training import World, differences, metrics
-
 from draftsmith.drafters import foreign
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
@@ -29,6 +27,7 @@ from draftsmith.train.learner import Learner
 from draftsmith.train.loop import Run
 from draftsmith.train.recipe import load
 from draftsmith.train.samples.answer import Samples, generate
+from training import World, differences, metrics
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ class Plan:
     drafter_parameters: int  # trained
     memory: dict[str, int]
     disk: dict[str, int]
-    cache: dict[str, tuple[int, int]]
+    features: dict[str, tuple[int, int]]
     tokens: dict[str, int]
     passes: float
     seconds: dict[str, float]

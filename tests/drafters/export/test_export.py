@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reference_export as rules
 import torch
-from exports import EAGLE, TEXT, K, drafter, logits, plain, written
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import reference_export as rules
 from draftsmith.drafters import export, foreign
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.export import Serving, layouts, llama_cpp
 from draftsmith.drafters.vocab import VocabMap
+from exports import EAGLE, TEXT, K, drafter, logits, plain, written
 
 
 def check(server: str, made: Drafter, hf: Any, folder: Path, **more: Any) -> None:

@@ -10,20 +10,20 @@ from typing import Any
 
 import gguf
 import pytest
-import reference_export as rules
-import tiny
 import torch
-from exports import BLOCK, EAGLE, TEXT, K, drafter, logits, target_gguf, written
-from places import ROOT
 from safetensors.torch import load_file, save_file
-from targets import LONGROPE, build_as
 from transformers import AutoModelForCausalLM
 
+import reference_export as rules
+import tiny
 from draftsmith.drafters import base, export, foreign
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.export import Serving
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
+from exports import BLOCK, EAGLE, TEXT, K, drafter, logits, target_gguf, written
+from places import ROOT
+from targets import LONGROPE, build_as
 
 
 @pytest.mark.parametrize(("server", "name"), [("vllm", "eagle"), ("sglang", "eagle"),

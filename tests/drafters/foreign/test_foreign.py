@@ -14,20 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
-from exports import TEXT, logits, plain
-from reference_eagle import eagle_logits
-from reference_heads import head_logits
-from reference_mtp import eagle1_logits
 from safetensors.torch import save_file
 from torch import Tensor
 
+import tiny
 from draftsmith.drafters import foreign
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.foreign import eagle3
 from draftsmith.train import recipe as recipes
 from draftsmith.train.start import fresh
+from exports import TEXT, logits, plain
+from reference_eagle import eagle_logits
+from reference_heads import head_logits
+from reference_mtp import eagle1_logits
 
 LAYERS = 8  # so that the taps that formats leave out exist: 2, 4, 5
 H, HD, NH, NKV, INNER, V, VD = 32, 8, 4, 2, 40, 48, 20

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import tiny
 import torch
-from objectives import drafter, packed
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import tiny
 from draftsmith.drafters.batch import align
 from draftsmith.drafters.parts import diagonal, one_layer
 from draftsmith.drafters.parts.diagonal import causal_and_diagonal, dense
+from objectives import drafter, packed
 
 Attend = Callable[..., Tensor]
 

@@ -13,17 +13,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import contracts as contract
 import huggingface_hub
 import pytest
-import reference
-import reference_mtp
-import tiny
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import contracts as contract
+import reference
+import reference_mtp
+import tiny
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.mtp import Mtp, MtpConfig
 from draftsmith.drafters.target.source import Source

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from targets import LONGROPE, build_as, close, pair, plain, random_tokens
 from torch import Tensor
 
+import tiny
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target import target as target_module
 from draftsmith.drafters.target.attention import chain_step
@@ -18,6 +17,7 @@ from draftsmith.drafters.target.capture import capture_problem
 from draftsmith.drafters.target.causal_lm import CausalLM
 from draftsmith.drafters.target.slab import Slab
 from draftsmith.drafters.target.target import Target
+from targets import LONGROPE, build_as, close, pair, plain, random_tokens
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 

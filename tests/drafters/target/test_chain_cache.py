@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import targets
-import tiny
 import torch
 import transformers
-from targets import close, pair, plain, random_tokens
 from torch import Tensor
 from transformers import DynamicCache
 
+import targets
+import tiny
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
@@ -23,6 +22,7 @@ from draftsmith.drafters.target import chain_cache
 from draftsmith.drafters.target.attention import chain_step
 from draftsmith.drafters.target.chain_cache import ChainCache, RowCache
 from draftsmith.drafters.target.target import Target
+from targets import close, pair, plain, random_tokens
 
 every = pytest.mark.parametrize(
     "family",

@@ -13,8 +13,6 @@ import torch
 pytest.importorskip("datasets")
 
 import tiny
-from training import World, differences
-
 from draftsmith.drafters import base
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
@@ -25,6 +23,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocab import VocabMap
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.train import __main__ as train
+from training import World, differences
 
 APART = {
     "model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu",

@@ -7,15 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import contracts
 import pytest
-import tiny
 import torch
-from ggufs import tiny_model, write_gguf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import modeling_utils
 
+import contracts
+import tiny
 from draftsmith.drafters import base
 from draftsmith.drafters.batch import align
 from draftsmith.drafters.errors import UserError
@@ -24,6 +23,7 @@ from draftsmith.drafters.target import shell
 from draftsmith.drafters.target.shell import Shell
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.overlap.row_stats import chunk_stats, chunks
+from ggufs import tiny_model, write_gguf
 
 LAYER = ".layers."
 

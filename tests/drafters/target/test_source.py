@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from ggufs import MERGES, SPECIALS, TEMPLATE, tiny_model, vocabulary, write_gguf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers import PreTrainedTokenizerFast as Fast
@@ -22,6 +21,7 @@ from draftsmith.drafters.target import gguf_source
 from draftsmith.drafters.target.source import Source, resolve
 from draftsmith.drafters.target.tokenizer_hash import template_hash, tokenizer_hash
 from draftsmith.drafters.target.weight_files import MIB, fingerprint
+from ggufs import MERGES, SPECIALS, TEMPLATE, tiny_model, vocabulary, write_gguf
 
 
 def tiny_tokenizer(merges: list[tuple[str, str]] = MERGES, prefix_space: bool = False) -> Any:

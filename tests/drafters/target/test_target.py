@@ -1,6 +1,6 @@
 """The frozen target against plain transformers: features, head, and every way of reading tokens.
 
-The `check_*` functions are what tests/drafters/test_faults.py turns against planted faults. `theirs` is
+The `check_*` functions are what test_faults.py turns against planted faults. `theirs` is
 always a second model of equal weights that draftsmith never touched, with eager attention.
 """
 
@@ -15,9 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+
 import targets
 import tiny
-import torch
+from draftsmith.drafters.batch import batch_of
+from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.sampling import Sampler
+from draftsmith.drafters.small import Small, SmallConfig
+from draftsmith.drafters.target import attention, selftest
+from draftsmith.drafters.target.attention import chain_step, packed_step, tree_shape
+from draftsmith.drafters.target.causal_lm import CausalLM
+from draftsmith.drafters.target.slab import Slab
+from draftsmith.drafters.target.target import Target
 from targets import (
     PARENTS,
     L,
@@ -31,18 +43,6 @@ from targets import (
     prove,
     random_tokens,
 )
-from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
-
-from draftsmith.drafters.batch import batch_of
-from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.small import Small, SmallConfig
-from draftsmith.drafters.target import attention, selftest
-from draftsmith.drafters.target.attention import chain_step, packed_step, tree_shape
-from draftsmith.drafters.target.causal_lm import CausalLM
-from draftsmith.drafters.target.slab import Slab
-from draftsmith.drafters.target.target import Target
 
 every = pytest.mark.parametrize("family", tiny.SETTINGS)
 DISTINCT = (*tiny.FAMILIES, "Gemma2", "GptOss", "DeepseekV3", "Llama4", "GPTNeoX")

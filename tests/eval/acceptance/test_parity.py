@@ -13,14 +13,13 @@ from itertools import product
 from typing import Any
 
 import pytest
-import reference
-import tiny
 import torch
-import toys  # noqa: F401  (registers the toy families)
-from parities import GREEDY, PLAIN, VOCAB, drafter_for, replayed
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+import reference
+import tiny
+import toys  # noqa: F401  (registers the toy families)
 from draftsmith.drafters import grow
 from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.eagle import Eagle
@@ -34,6 +33,7 @@ from draftsmith.eval.decoder.accept import Accepted, Draws
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.text import Cutter, Round, Text
 from draftsmith.eval.evaluate import evaluate
+from parities import GREEDY, PLAIN, VOCAB, drafter_for, replayed
 
 CUT = Sampler(0.8, top_k=8, top_p=0.95)
 

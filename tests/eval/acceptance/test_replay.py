@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+
 import reference
 import tiny
 import toys  # noqa: F401  (registers the toy families)
-from replays import CHAT, SAMPLERS, VOCAB, check_ratios, drafter, flags, pack, read, same
-
 from draftsmith.drafters.batch import batch_of
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.eval.acceptance.replay import Table, moments, replay, summarise, tables
+from replays import CHAT, SAMPLERS, VOCAB, check_ratios, drafter, flags, pack, read, same
 
 
 def table_of(rows: list[list[float]], depths: int, prompt: int = 0, junk: float = 0.7) -> Table:

@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+import torch
+
 import replays
 import tiny
-import torch
-from replays import CHAT, SAMPLERS, drafter, flags
-
 from draftsmith.drafters.base import Drafter, Unroll
 from draftsmith.drafters.batch import Alignment, Batch, all_anchors
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.eval.acceptance.recall import diagnose, ranks
 from draftsmith.eval.acceptance.replay import Table, tables
 from draftsmith.eval.overlap import row_stats
+from replays import CHAT, SAMPLERS, drafter, flags
 
 FAMILIES = ("ngram", "small", "eagle", "eagle1", "mtp chain", "medusa", "hydra", "toy-block")
 K = 3

@@ -20,9 +20,6 @@ import contracts as contract
 import parities as parity
 import planted as faults
 import tiny
-from reference_heads import head_logits
-from training import World
-
 from draftsmith.drafters.batch import batch_of
 from draftsmith.drafters.policy import StaticTree
 from draftsmith.drafters.sampling import Sampler
@@ -31,6 +28,8 @@ from draftsmith.eval.acceptance import static_tree
 from draftsmith.eval.acceptance.static_tree import best_tree, calibrate, hit_rates
 from draftsmith.recipes import cli
 from draftsmith.train import __main__ as train
+from reference_heads import head_logits
+from training import World
 
 
 @pytest.mark.parametrize("budget", range(1, 7))

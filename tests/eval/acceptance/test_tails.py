@@ -11,8 +11,8 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
-import reference_replay
 
+import reference_replay
 from draftsmith.eval.acceptance import parity, tails
 from draftsmith.eval.acceptance.parity import compare, counts, local_z
 from draftsmith.eval.acceptance.replay import Table, moments, summarise

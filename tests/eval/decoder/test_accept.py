@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from exact import chi_square
-from laws_of_drafts import EXACT, normed, pair
 from torch import Tensor
 
 from draftsmith.drafters.policy import StaticTree
@@ -29,6 +27,8 @@ from draftsmith.eval.certify.enumeration import (
 from draftsmith.eval.certify.rulebook import corrected_from_p, match, match_tree
 from draftsmith.eval.decoder import accept
 from draftsmith.eval.decoder.accept import Accepted, KeyedDraws
+from exact import chi_square
+from laws_of_drafts import EXACT, normed, pair
 
 RULES = {"chain": accept.chain, "block": accept.block}
 KINDS = ["plain", "q has zeros", "p has zeros", "both have zeros", "equal", "equal, then disjoint",

@@ -10,8 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tiny
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+import tiny
 from decodings import (
     LAW_VOCAB,
     PROMPT,
@@ -28,11 +32,6 @@ from decodings import (
     noisy,
     ragged,
 )
-from exact import chi_square
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
-from transformers import PreTrainedTokenizerFast
-
 from draftsmith.drafters import grow as grow_module
 from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.errors import UserError
@@ -45,6 +44,7 @@ from draftsmith.eval.decoder import accept
 from draftsmith.eval.decoder.accept import Accepted, Draws
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.text import Cutter, Text
+from exact import chi_square
 
 DRAFTERS = ("ngram", "small", "eagle")
 GREEDY = Sampler(0.0)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import contracts as contract
 import pytest
-import tiny
 import torch
-from decodings import end_tokens
-from targets import LONGROPE, build_as
 
+import contracts as contract
+import tiny
+from decodings import end_tokens
 from draftsmith.drafters.base import Policy, family
 from draftsmith.drafters.ngram import Ngram
 from draftsmith.drafters.sampling import Sampler
@@ -19,6 +18,7 @@ from draftsmith.drafters.target import attention, causal_lm
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.certify.rehearsal import Rehearsed
 from draftsmith.eval.decoder.loop import Decoder
+from targets import LONGROPE, build_as
 
 SAMPLERS = [Sampler(0.0), Sampler(1.0)]
 

@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import contracts as contract
 import pytest
-import tiny
 import torch
-import toys
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import contracts as contract
+import tiny
+import toys
 from draftsmith.drafters.base import Policy
 from draftsmith.drafters.ngram import NgramState
 from draftsmith.drafters.parts.one_layer import OneLayerState

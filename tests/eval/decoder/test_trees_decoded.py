@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+import torch
+from torch import Tensor
+
 import decodings as decoding
 import parities as parity
-import pytest
 import tiny
-import torch
-from exact import chi_square
-from torch import Tensor
-from tree_checks import ABLE, DRAWN, GREEDY, PLAIN, SHAPES, UNEVEN, WARM, check_greedy, trees_agree
-
 from draftsmith.drafters.base import Policy
 from draftsmith.drafters.policy import StaticTree
 from draftsmith.drafters.sampling import Sampler
@@ -26,6 +24,8 @@ from draftsmith.eval.acceptance.walk import walk
 from draftsmith.eval.certify.subject import top_gap
 from draftsmith.eval.decoder import accept
 from draftsmith.eval.decoder.loop import Decoder
+from exact import chi_square
+from tree_checks import ABLE, DRAWN, GREEDY, PLAIN, SHAPES, UNEVEN, WARM, check_greedy, trees_agree
 
 
 @pytest.mark.parametrize("policy", SHAPES, ids=str)

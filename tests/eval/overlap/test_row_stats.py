@@ -12,13 +12,13 @@ from functools import cache, partial
 from typing import Any
 
 import pytest
-import reference
-import tiny
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import reference
+import tiny
 from draftsmith.drafters.base import Drafter, family
 from draftsmith.drafters.batch import Alignment, Batch, align
 from draftsmith.drafters.sampling import Sampler

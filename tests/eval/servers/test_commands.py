@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from exports import drafter
 
 from draftsmith.drafters import export
 from draftsmith.drafters.base import Drafter
@@ -24,6 +23,7 @@ from draftsmith.drafters.target.source import Source
 from draftsmith.eval.servers import serving, tools
 from draftsmith.eval.servers.serving import KINDS
 from draftsmith.recipes import cli
+from exports import drafter
 
 NAMES = ["vllm", "sglang", "tensorrt-llm", "llama.cpp", "transformers"]
 TARGET = Source("org/name", "/models/name", "abc", "folder")

@@ -14,10 +14,9 @@ from functools import cache
 
 import numpy as np
 import pytest
+
 import reference_replay
 import tiny
-from fake_server import argmax_drafts, served
-
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
@@ -28,6 +27,7 @@ from draftsmith.eval.servers import agreement, sampled
 from draftsmith.eval.servers.agreement import compare, replayed, walk
 from draftsmith.eval.servers.client import Answer
 from draftsmith.eval.servers.counters import Counters, parse
+from fake_server import argmax_drafts, served
 
 VLLM = """
 # HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.

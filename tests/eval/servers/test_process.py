@@ -15,8 +15,6 @@ from typing import Any
 
 import psutil
 import pytest
-from fake_server import Fake
-from places import ROOT
 
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.source import Source
@@ -26,6 +24,8 @@ from draftsmith.eval.servers.client import Answer, Running
 from draftsmith.eval.servers.counters import Counters
 from draftsmith.eval.servers.process import started
 from draftsmith.eval.servers.vllm import VLLM
+from fake_server import Fake
+from places import ROOT
 
 # A server that answers /health, and has a helper process of its own as vLLM does.
 HEALTHY = """

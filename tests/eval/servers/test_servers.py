@@ -1,4 +1,4 @@
-"""Real servers load what is exported, and accept it: canaries (tests/support/canary.py) served for real.
+"""Real servers load what is exported, and accept it: canaries (support/canary.py) served for real.
 
 make servers && .venv/bin/pytest -m server -rs tests/eval/servers/test_servers.py
 """
@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import canary
 import pytest
-from canary import CANARIES, TOKENS, K
 
+import canary
+from canary import CANARIES, TOKENS, K
 from draftsmith.drafters import export
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.eval.servers import tools
+from places import ROOT
 
 SCRIPT = ROOT / "tests/support/servers.sh"
 KERNELS = "vllm/lib/python3.11/site-packages/vllm/utils/cpu_triton_utils.py"

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
-import training
 
+import tiny
+import training
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Policy
 from draftsmith.drafters.errors import UserError

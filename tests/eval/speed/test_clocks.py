@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import tiny
 
+import tiny
 from draftsmith.drafters.base import Policy, family
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.eval import evaluate

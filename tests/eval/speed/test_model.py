@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 import torch
 
+import tiny
 from draftsmith.drafters.base import Policy, family
 from draftsmith.drafters.ngram import Ngram
 from draftsmith.drafters.sampling import Sampler

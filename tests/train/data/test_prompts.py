@@ -6,8 +6,8 @@
 from pathlib import Path
 
 import pytest
-import tiny
 
+import tiny
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.data.chat_template import encode

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny
 
+import tiny
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target

@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import answering
 import pytest
+
+import answering
 import tiny
 from answering import COUNT, NEW, Failure, Fake, Fault, questions, rows, sampled, serving
-
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target

@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import answering
 import pytest
+
+import answering
 import tiny
 from answering import COUNT, Failure, Fake, rows, sampled, serving
-
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target

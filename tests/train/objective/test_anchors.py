@@ -1,7 +1,7 @@
 """Learning from some of the anchors: the masked table's gradients, however a step is cut.
 
-The expected gradients are those of tests/train/objective/test_objective.py's float64 table with all other anchors'
-cells struck out of it.
+The expected gradients are those of test_objective.py's float64 table with all other anchors' cells
+struck out of it.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import objectives as dense
 import pytest
-import tiny
 import torch
-import training
-from objectives import ROWS, K, drafter, noise, packed, texts
 from torch import Tensor
-from training import World
 
+import objectives as dense
+import tiny
+import training
 from draftsmith.drafters import batch as batch_module
 from draftsmith.drafters.batch import Alignment, Batch, align
 from draftsmith.drafters.errors import UserError
@@ -29,6 +27,8 @@ from draftsmith.train.objective.objective import Objective, backward, denominato
 from draftsmith.train.objective.weights import DepthWeights
 from draftsmith.train.plan import plan
 from draftsmith.train.recipe import load, parse
+from objectives import ROWS, K, drafter, noise, packed, texts
+from training import World
 
 SOME = 3
 

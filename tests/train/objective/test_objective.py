@@ -12,8 +12,17 @@ from functools import cache
 from typing import Any
 
 import pytest
-import reference_replay
 import torch
+from torch import Tensor
+
+import reference_replay
+from draftsmith.drafters import batch as batch_module
+from draftsmith.drafters.batch import align
+from draftsmith.drafters.sampling import Sampler
+from draftsmith.eval.acceptance import replay
+from draftsmith.train.objective import objective as objective_module
+from draftsmith.train.objective.objective import LOSSES, Objective, denominator
+from draftsmith.train.objective.weights import DepthWeights, Running, reached
 from objectives import (
     CUT,
     GREEDY,
@@ -34,15 +43,6 @@ from objectives import (
     table,
     texts,
 )
-from torch import Tensor
-
-from draftsmith.drafters import batch as batch_module
-from draftsmith.drafters.batch import align
-from draftsmith.drafters.sampling import Sampler
-from draftsmith.eval.acceptance import replay
-from draftsmith.train.objective import objective as objective_module
-from draftsmith.train.objective.objective import LOSSES, Objective, denominator
-from draftsmith.train.objective.weights import DepthWeights, Running, reached
 
 
 def expected_passes(t: Table, survival: Tensor) -> Tensor:

@@ -12,18 +12,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+
 import reference_eagle
 import reference_mtp
 import tiny
-import torch
-from objectives import ROWS, K, cells, distance, drafter, grads, noise, packed, run, table, texts
-from torch import Tensor
-
 from draftsmith.drafters import batch as batch_module
 from draftsmith.drafters.batch import Batch, align
 from draftsmith.drafters.eagle1 import Eagle1
 from draftsmith.drafters.sampling import Noise
 from draftsmith.train.objective.objective import Objective, backward, denominator
+from objectives import ROWS, K, cells, distance, drafter, grads, noise, packed, run, table, texts
 
 
 def test_log_of_the_pass() -> None:

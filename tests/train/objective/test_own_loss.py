@@ -10,17 +10,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-import objectives as dense
 import pytest
-import tiny
 import torch
 import torch.nn.functional as F
-import training
 import yaml
-from objectives import K, packed
 from torch import Tensor, nn
-from training import World
 
+import objectives as dense
+import tiny
+import training
 from draftsmith.drafters import base
 from draftsmith.drafters.base import Unroll
 from draftsmith.drafters.batch import Alignment, Batch, align
@@ -31,6 +29,8 @@ from draftsmith.train import __main__ as train
 from draftsmith.train.objective.objective import Objective, backward, denominator
 from draftsmith.train.recipe import parse
 from draftsmith.train.start import fresh
+from objectives import K, packed
+from training import World
 
 
 class Confident(Eagle):

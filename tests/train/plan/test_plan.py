@@ -21,9 +21,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("datasets")
 
-from toys import ToyBlock
-from training import World
-
 from draftsmith.drafters.base import family
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.target import Target
@@ -39,6 +36,8 @@ from draftsmith.train.samples import packing
 from draftsmith.train.samples.answer import Samples
 from draftsmith.train.samples.packing import Cursor
 from draftsmith.train.states.cache import FeatureCache
+from toys import ToyBlock
+from training import World
 
 MIB, ALIVE = 1 << 20, "features and activations"
 

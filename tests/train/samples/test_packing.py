@@ -6,9 +6,9 @@
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 
+import tiny
 from draftsmith.drafters.batch import align
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler

@@ -8,13 +8,12 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("datasets")
 
-from training import World
-
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocab import most_frequent
 from draftsmith.train.samples import prior
 from draftsmith.train.samples.answer import Samples
 from draftsmith.train.states.states import Computed
+from training import World
 
 
 @pytest.fixture(scope="module")

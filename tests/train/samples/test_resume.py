@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 
+import tiny
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.train.data.imported import import_answers

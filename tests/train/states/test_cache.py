@@ -27,8 +27,6 @@ pytest.importorskip("datasets")
 
 import tiny
 import training
-from training import World, differences, metrics
-
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.causal_lm import CausalLM
@@ -40,6 +38,7 @@ from draftsmith.train.samples.answer import Samples, generate
 from draftsmith.train.samples.packing import Cursor, Stream, collate
 from draftsmith.train.states import cache as features
 from draftsmith.train.states.cache import FeatureCache, stored_taps
+from training import World, differences, metrics
 
 LENGTH = 40
 TAPS = [0, 2, tiny.LAYERS, "normed"]

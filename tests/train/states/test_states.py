@@ -20,8 +20,6 @@ pytest.importorskip("datasets")
 
 import tiny
 import training
-from training import World
-
 from draftsmith.drafters.batch import Batch, align
 from draftsmith.drafters.target.causal_lm import CausalLM
 from draftsmith.drafters.target.target import Target
@@ -33,6 +31,8 @@ from draftsmith.train.samples.audit import audit
 from draftsmith.train.samples.packing import collate
 from draftsmith.train.states.cache import FeatureCache
 from draftsmith.train.states.states import Computed, States
+from places import BENCHMARKS
+from training import World
 
 TAPS = [1, 2, tiny.LAYERS]
 

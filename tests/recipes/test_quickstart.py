@@ -19,7 +19,7 @@ pytest.importorskip("datasets")
 import quick
 import training
 from draftsmith.eval.decoder.loop import Decoder
-from draftsmith.eval.report.report import report as eval_report
+from draftsmith.eval.report import report as eval_report
 from draftsmith.recipes import compare as house
 from draftsmith.recipes import compare_page as pages
 from draftsmith.recipes.quickstart import NEXT, RECIPES, STAGES, quickstart

@@ -44,7 +44,7 @@ def begin(
     set_seed(recipe.seed)  # every generator whose state a checkpoint holds
     wanted = getattr(recipe.drafter_config(), "draft_vocab", None)
     counts = token_counts(target, states, samples, learn, wanted)
-    drafter = _drafter(recipe, target, counts)
+    drafter = new_drafter(recipe, target, counts)
     drafter.eval()  # a draft model's dropout would go by how the rows were cut
     stored = sum(t.numel() * t.itemsize for t in drafter.weights().values())
     lora = Lora(drafter, recipe.lora) if recipe.lora else None
@@ -69,7 +69,7 @@ def _check_heldout(samples: Samples, heldout: list[int], longest: int) -> None:
         )
 
 
-def _drafter(recipe: Recipe, target: Shell, counts: Tensor) -> Drafter:
+def new_drafter(recipe: Recipe, target: Shell, counts: Tensor) -> Drafter:
     """A new drafter, or the one stored in the recipe's `start`: ours, or one that another toolkit
     published or a server loads (`foreign.read`), whose draft vocabulary is kept. Its weights are
     fp32 whatever the target's dtype: in bf16 most updates would be rounded away.

@@ -23,7 +23,7 @@ from draftsmith.drafters import foreign
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.foreign import eagle3
 from draftsmith.train import recipe as recipes
-from draftsmith.train.start import fresh
+from draftsmith.train.start import new_drafter
 from exports import TEXT, logits, plain
 from reference_eagle import eagle_logits
 from reference_heads import head_logits
@@ -348,7 +348,7 @@ def test_a_run_starts_from_a_published_head(tmp_path: Path) -> None:
     target = tiny.target("Llama", layers=LAYERS)
     keys = {"name": "tune", "drafter": "eagle", "steps": 1, "start": str(folder)}
     counts = torch.arange(V)  # would choose other tokens
-    made = fresh(recipes.parse(keys, "tune.yaml"), target, counts)
+    made = new_drafter(recipes.parse(keys, "tune.yaml"), target, counts)
     assert made.training and made.vocab.ids is not None and made.vocab.ids.tolist() == IDS
     row, ids = judge(plain(deep=LAYERS), 4, 1)
     torch.testing.assert_close(logits(made.eval())[4, 1][ids].double(), row, atol=2e-4, rtol=0)
@@ -357,7 +357,7 @@ def test_a_run_starts_from_a_published_head(tmp_path: Path) -> None:
         ({"drafter": "small", "layers": [0]}, "holds a drafter of family eagle"),
     ):
         with pytest.raises(UserError, match=words):
-            fresh(recipes.parse(keys | more, "tune.yaml"), target, counts)
+            new_drafter(recipes.parse(keys | more, "tune.yaml"), target, counts)
 
 
 def test_the_target_that_a_folder_names(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.train import __main__ as train
 from draftsmith.train.objective.objective import Objective, backward, denominator
 from draftsmith.train.recipe import parse
-from draftsmith.train.start import fresh
+from draftsmith.train.start import new_drafter
 from objectives import K, packed
 from training import World
 
@@ -168,6 +168,6 @@ def test_a_checkpoint_does_not_hold_it(world: World, tmp_path: Path) -> None:
     for weight in (0, 3):
         more = {"regression": weight} if weight else {}
         recipe = parse(keys(drafter="eagle1", start=str(tmp_path), **more), "x.yaml")
-        again = fresh(recipe, target, torch.ones(tiny.VOCAB))
+        again = new_drafter(recipe, target, torch.ones(tiny.VOCAB))
         assert again.own_weight == weight
     assert training.DRAFTERS["eagle1"]["regression"] == 10

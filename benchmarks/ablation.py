@@ -27,7 +27,7 @@ import numpy as np
 from accelerate import Accelerator
 from common import HERE, Remembering, cell, data, markdown, number
 
-from draftsmith.drafters import base
+from draftsmith.drafters import base, storage
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
@@ -134,7 +134,7 @@ def run(family: str, name: str, seed: int, steps: int, samples: Path, runs: Path
         if code := Run(learner).run():  # told to stop: the same command goes on from the checkpoint
             sys.exit(code)
         seconds = time.perf_counter() - began
-    drafter = base.load(chosen.folder / f"checkpoint-{steps}", target())
+    drafter = storage.load(chosen.folder / f"checkpoint-{steps}", target())
     log = [m for m in checkpoint.read_metrics(chosen.folder) if m["kind"] == "train"]
     return {
         "objective": name,

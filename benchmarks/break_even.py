@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common import HERE
 
-from draftsmith.drafters import base
+from draftsmith.drafters import base, storage
 from draftsmith.drafters.base import Policy
 from draftsmith.drafters.policy import Tree
 from draftsmith.drafters.target.target import Target
@@ -40,8 +40,8 @@ def main() -> None:
     ngram = base.family("ngram")
     drafters = {
         "ngram": ngram.create(target, ngram.Config()),
-        "small": base.load(arguments.small, target),
-        "eagle": base.load(arguments.eagle, target),
+        "small": storage.load(arguments.small, target),
+        "eagle": storage.load(arguments.eagle, target),
     }
     held_out = product_prompts("heldout")
     chosen = [p for name in DOMAINS for p in [q for q in held_out if q.domain == name][:EACH]]

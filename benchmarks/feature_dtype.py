@@ -19,7 +19,7 @@ import torch
 from common import HERE, cell, markdown
 from torch import Tensor
 
-from draftsmith.drafters import base
+from draftsmith.drafters import storage
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance.replay import replay
@@ -61,7 +61,7 @@ def stored(batch: Batch, taps: Store, final: Store) -> Batch:
 def measure(run: Path) -> dict[str, Any]:
     chosen = recipe.load(run / "recipe.yaml")
     target = Target.load(chosen.target)
-    drafter = base.load(run / "best", target)
+    drafter = storage.load(run / "best", target)
     samples = Samples.open(Path(str(chosen.samples)), target, audit=0)
     _, held = samples.split(chosen.heldout, chosen.seed)
     read = [target.read(collate(samples, [[i]], 2048), drafter.taps) for i in held]

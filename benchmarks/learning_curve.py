@@ -20,7 +20,7 @@ import torch
 from common import HERE, cell, markdown, number
 from torch import Tensor
 
-from draftsmith.drafters import base
+from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter, DrafterConfig, Unroll, rows_of
 from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.target.target import Target
@@ -88,7 +88,7 @@ def yardsticks(run: Path, recipe: Recipe, samples_folder: Path) -> dict[str, Any
     target = Target.load(recipe.target)
     samples = Samples.open(samples_folder, target, audit=0)
     learn, heldout = samples.split(recipe.heldout, recipe.seed)
-    drafter = base.load(run / "best", target)
+    drafter = storage.load(run / "best", target)
 
     def batches(change: bool = False) -> list[Batch]:
         out = []

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from common import HERE, cell, markdown
 from torch import nn
 
-from draftsmith.drafters import base
+from draftsmith.drafters import base, storage
 from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.policy import Tree
 from draftsmith.drafters.sampling import Sampler
@@ -141,8 +141,8 @@ def real_pairs(
     drafters = {
         "baseline": None,
         "ngram": ngram.create(target, ngram.Config()),
-        "small": base.load(small, target),
-        "eagle": base.load(eagle, target),
+        "small": storage.load(small, target),
+        "eagle": storage.load(eagle, target),
     }
     return target, drafters, encode(product_prompts("heldout"), target)[:2]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from common import HERE, cell, data, markdown, number
 
-from draftsmith.drafters import base
+from draftsmith.drafters import base, storage
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
@@ -46,7 +46,7 @@ def main() -> None:
             ) -> dict[str, Any]:
                 ngram = base.family("ngram")
                 drafter = (
-                    base.load(folder, target) if folder else ngram.create(target, ngram.Config())
+                    storage.load(folder, target) if folder else ngram.create(target, ngram.Config())
                 )
                 return evaluate(
                     target, drafter, prompts, Sampler(temperature), Policy(K), TOKENS, seed=SEED

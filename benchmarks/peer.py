@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from common import HERE, cell, markdown
 
-from draftsmith.drafters import base
+from draftsmith.drafters import base, storage
 from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
@@ -135,7 +135,7 @@ def main() -> None:
         smol = Target.load("smollm2")
         short = encode(product_prompts("heldout"), smol)[:PROMPTS]
         cases["smollm2-baseline"] = lambda: measure(smol, None, short)
-        cases["smollm2-small"] = lambda: measure(smol, base.load(arguments.small, smol), short)
+        cases["smollm2-small"] = lambda: measure(smol, storage.load(arguments.small, smol), short)
     rows = []
     for name, run in cases.items():
         found = cell(arguments.output / "peer" / f"{name}.json", run)

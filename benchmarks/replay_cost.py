@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from common import HERE, cell, data, markdown
 
-from draftsmith.drafters import base
+from draftsmith.drafters import storage
 from draftsmith.drafters.base import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
@@ -33,7 +33,7 @@ K, TOKENS, PROMPTS, SEED = 4, 128, 8, 0
 
 def measure(folder: Path) -> dict[str, Any]:
     target = Target.load("smollm2")
-    drafter = base.load(folder, target)
+    drafter = storage.load(folder, target)
     short = [
         ids for ids in encode(read_prompts(data("spec_bench.jsonl")), target) if len(ids) < 256
     ]

@@ -1,4 +1,4 @@
-"""The drafter contract: two views of one function, and how a drafter is stored.
+"""The drafter contract: two views of one function.
 
 `unroll` is the teacher-forced view (training, replay), `propose` the serving view on its own
 cache. `logits` is the only way from hidden states to q in both. Neither may call the other: the
@@ -8,19 +8,14 @@ tests that every family inherits compare them.
 from __future__ import annotations
 
 import importlib
-import json
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from draftsmith.drafters.batch import Alignment, Batch
@@ -32,8 +27,6 @@ from draftsmith.drafters.state import DrafterState
 from draftsmith.drafters.target.causal_lm import Tap
 from draftsmith.drafters.target.shell import Shell
 from draftsmith.drafters.vocab import VocabMap
-
-logger = logging.getLogger(__name__)
 
 State = TypeVar("State", bound=DrafterState)
 
@@ -231,126 +224,3 @@ def family(name: str) -> type[Drafter]:
     if name not in _FAMILIES:
         raise UserError(f"drafter: no family {name!r}; known are {', '.join(BUILT_IN)}")
     return _FAMILIES[name]
-
-
-def save(drafter: Drafter, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
-    """Writes config.json and model.safetensors (weights; None: its own) into a folder."""
-    about = {
-        "format": 1,
-        "family": drafter.family,
-        "config": drafter.config.stored(),
-        "target": drafter.target.identity(),
-    }
-    stored = drafter.weights() if weights is None else weights
-    tensors = {n: t.cpu() for n, t in stored.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(about, indent=1) + "\n")
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a drafter folder. Raises UserError when it is not one."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise UserError(f"{folder}: no drafter there (config.json is missing); give a checkpoint")
-    try:
-        about = json.loads(path.read_text())
-    except ValueError as error:  # not JSON, or not even text
-        raise UserError(f"{path}: not valid JSON ({error}); copy the checkpoint again") from None
-    parts = {"family": str, "config": dict, "target": dict}
-    if not isinstance(about, dict) or any(
-        not isinstance(about.get(key), kind) for key, kind in parts.items()
-    ):
-        raise UserError(
-            f"{path}: not a draftsmith drafter (no family, config and target in it); "
-            "give a folder that `draftsmith train` wrote"
-        )
-    return about
-
-
-def load(folder: Path, target: Shell) -> Drafter:
-    """The drafter stored in a folder, as it is served: on the target's device, in its dtype.
-
-    Raises UserError as `read` does.
-    """
-    return read(folder, target).to(target.device, target.dtype).eval()
-
-
-def read(folder: Path, target: Shell) -> Drafter:
-    """The drafter stored in a folder, its own weights in fp32, as they are trained.
-
-    Raises UserError when it was made for another target, or its tensors are not exactly those
-    that its config asks for.
-    """
-    about = read_config(folder)
-    check_target(folder, about["target"], target)
-    try:
-        cls = family(about["family"])
-        drafter = cls(target, cls.Config(**about["config"]))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        line = f"{where}: {first['msg']}; correct it, or copy the checkpoint again"
-        raise UserError(f"{folder / 'config.json'}: {line}") from None
-    except UserError as error:
-        raise UserError(f"{folder / 'config.json'}: {error}") from None
-    load_weights(drafter, folder / "model.safetensors")
-    return drafter
-
-
-def load_weights(drafter: Drafter, path: Path) -> None:
-    """Reads a drafter's weights. Raises UserError unless they are exactly those it asks for."""
-    fill(drafter, read_weights(path), path)
-
-
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint's file. Raises UserError where it cannot be read."""
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); copy the checkpoint again") from None
-
-
-def fill(drafter: Drafter, stored: dict[str, Tensor], path: Path) -> None:
-    """Puts tensors that were read from `path` into a drafter. Raises UserError unless they are
-    exactly those that its config asks for."""
-    wanted = drafter.weights()
-    remedy = "the file does not belong to config.json beside it; copy the checkpoint again"
-    for name in sorted(wanted.keys() ^ stored.keys()):
-        kind = "missing" if name in wanted else "unexpected"
-        raise UserError(f"{path}: tensor {name} is {kind} for family {drafter.family}; {remedy}")
-    for name, tensor in wanted.items():
-        if tensor.shape != stored[name].shape:
-            shapes = f"{tuple(stored[name].shape)} where {tuple(tensor.shape)} is needed"
-            raise UserError(f"{path}: tensor {name} has shape {shapes}; {remedy}")
-    try:
-        drafter.load_state_dict(stored, strict=False)
-    except UserError as error:  # a draft vocabulary that the target lacks
-        raise UserError(f"{path}: {error}; {remedy}") from None
-
-
-def check_target(folder: Path, made_for: dict[str, Any], target: Shell) -> None:
-    """Raises UserError unless a drafter made for `made_for` fits `target`."""
-    here = target.identity()
-    remedy = f"give the target it was made for ({made_for.get('spec')})"
-    for key, word in (
-        ("tokenizer_hash", "tokenizer"),
-        ("vocab_size", "vocabulary size"),
-        ("hidden_size", "hidden size"),
-        ("num_layers", "number of layers"),
-    ):
-        if made_for.get(key) != here[key]:
-            raise UserError(
-                f"{folder}: this drafter was made for another {word} "
-                f"({str(made_for.get(key))[:12]}, the target has {str(here[key])[:12]}); {remedy}"
-            )
-    if made_for.get("adapted_from") != here.get("adapted_from"):
-        raise UserError(
-            f"{folder}: this drafter was made for {made_for.get('spec')} at revision "
-            f"{str(made_for.get('revision'))[:12]}, not {here['spec']} at {here['revision'][:12]}: "
-            f"adapting a target makes another one; {remedy}, or train a drafter for this one"
-        )
-    if made_for.get("revision") != here["revision"]:
-        logger.warning(
-            "%s was made for revision %.12s of its target, this one is %.12s: output stays exact, "
-            "acceptance may differ", folder, made_for.get("revision"), here["revision"],
-        )  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from draftsmith.drafters import base
+from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.policy import Tree
@@ -90,11 +90,12 @@ def _real(request: Bench) -> tuple[Target, dict[str, Drafter], list[Asked]]:
     names = request.drafters or ["ngram"]
     for name in names:
         if name != "ngram":
-            base.read_config(Path(name))
+            storage.read_config(Path(name))
     chosen = take_prompts(request.prompts, request.limit)
     target = Target.load(request.target)
     drafters = {
-        name: ngram(target) if name == "ngram" else base.load(Path(name), target) for name in names
+        name: ngram(target) if name == "ngram" else storage.load(Path(name), target)
+        for name in names
     }
     ids = encode(chosen, target)
     return target, drafters, [Asked(i, p.domain) for i, p in zip(ids, chosen, strict=True)]

@@ -32,7 +32,7 @@ def certify(
     """Checks that decoding with a drafter writes what the target alone would write."""
     import torch
 
-    from draftsmith.drafters import base
+    from draftsmith.drafters import storage
     from draftsmith.drafters.target.target import Target
     from draftsmith.eval.certify.certify import certificate
     from draftsmith.eval.certify.certify import certify as run
@@ -44,12 +44,12 @@ def certify(
     from draftsmith.train.data.prompts import product_prompts
 
     if checkpoint is not None:
-        base.read_config(checkpoint)
+        storage.read_config(checkpoint)
     check_file(output)
     loaded = Target.load(target, dtype=torch.float32)  # identity is defined in fp32
     drafters = untrained(loaded)
     if checkpoint is not None:
-        drafters = {str(checkpoint): base.load(checkpoint, loaded)}
+        drafters = {str(checkpoint): storage.load(checkpoint, loaded)}
     room = loaded.max_positions - max_new_tokens
     by_length = {len(ids): ids for ids in encode(product_prompts("heldout"), loaded)}
     prompts = [by_length[n] for n in sorted(by_length) if n <= room][:PROMPTS]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from draftsmith.drafters import base
+from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.errors import UserError
@@ -75,14 +75,14 @@ def compare(
     for name in names:
         if names.count(name) > 1:
             raise UserError(f"{name}: given twice; give each drafter once, in folders of own names")
-    about = {e.name: base.read_config(e.place) for e in entries if e.place}
+    about = {e.name: storage.read_config(e.place) for e in entries if e.place}
     spec = settings.target or next((a["target"]["spec"] for a in about.values()), "smollm2")
     prompts, output = take_prompts(settings.prompts, settings.limit), settings.output
     make_folder(output)
     target = target or Target.load(spec, dtype=torch.float32)  # parity is defined in fp32
     for entry in entries:
         if entry.place:
-            base.check_target(entry.place, about[entry.name]["target"], target)
+            storage.check_target(entry.place, about[entry.name]["target"], target)
     sets = {
         label(sampler): answered(
             output / "heldout", target, prompts, sampler, settings.max_new_tokens, settings.seed
@@ -152,7 +152,7 @@ def _entry(text: str) -> Entry:
 def _measured(
     entry: Entry, target: Target, sets: dict[str, HeldOut], settings: Compare
 ) -> dict[str, Any]:
-    drafter = base.load(entry.place, target) if entry.place else ngram(target)
+    drafter = storage.load(entry.place, target) if entry.place else ngram(target)
     k = min(settings.k, drafter.longest or settings.k)
     learned = _learned(entry)
     at = {}

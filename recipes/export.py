@@ -15,7 +15,7 @@ import torch
 import yaml
 from safetensors import SafetensorError
 
-from draftsmith.drafters import base, export, foreign
+from draftsmith.drafters import export, foreign, storage
 from draftsmith.drafters.base import Drafter, Unroll
 from draftsmith.drafters.batch import Batch, align, batch_of
 from draftsmith.drafters.errors import UserError, cannot_write
@@ -64,7 +64,7 @@ def export_checkpoint(asked: Export) -> tuple[Path, str]:
         raise UserError(f"{folder}: is there already; give another --output, or remove it")
     spec = asked.target or about["target"]["spec"]
     target = Target.load(spec, dtype=torch.float32)  # weights are stored in fp32
-    drafter = base.load(place, target)
+    drafter = storage.load(place, target)
     serving = Serving(
         target.source.path,
         k,
@@ -95,7 +95,7 @@ def _checkpoint(place: Path) -> tuple[Path, dict[str, Any]]:
     """A checkpoint's folder and config. Raises UserError for a run's folder, or half of one."""
     if (place / "recipe.yaml").is_file():
         raise UserError(f"{place}: is a run; give one of its checkpoints, e.g. {place / 'best'}")
-    about = base.read_config(place)
+    about = storage.read_config(place)
     unfinished = place.resolve().name.startswith(".writing")
     if unfinished or not (place / "model.safetensors").is_file():
         raise UserError(f"{place}: is no finished checkpoint; give one that is, e.g. RUN/best")

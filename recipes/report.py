@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.drafters import base
+from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.errors import UserError
@@ -62,14 +62,14 @@ def report(settings: Report) -> dict[str, Any]:
     recipe, steps = read_run(run)
     samplers = {pages.label(s): s for s in (Sampler(0.0), Sampler(1.0), recipe.sampler)}
     prompts = take_prompts(settings.prompts, settings.limit)
-    about = {step: base.read_config(run / f"checkpoint-{step}") for step in steps}
+    about = {step: storage.read_config(run / f"checkpoint-{step}") for step in steps}
     weights = {step: digest(run / f"checkpoint-{step}" / "model.safetensors") for step in steps}
     (run / FOLDER).mkdir(exist_ok=True)
 
     target = _target(run / f"checkpoint-{steps[-1]}", settings.target or recipe.target)
     for step in steps:
-        base.check_target(run / f"checkpoint-{step}", about[step]["target"], target)
-    latest = base.load(run / f"checkpoint-{steps[-1]}", target)
+        storage.check_target(run / f"checkpoint-{step}", about[step]["target"], target)
+    latest = storage.load(run / f"checkpoint-{steps[-1]}", target)
     k = settings.k or min(recipe.k, latest.longest or recipe.k)
     latest.check(Policy(k))
     del latest  # each checkpoint's has its turn
@@ -87,7 +87,7 @@ def report(settings: Report) -> dict[str, Any]:
     served = pages.label(recipe.sampler)
     best, chosen_by = best_step(run, rows, served)
     place = run / f"checkpoint-{best}"
-    drafter = base.load(place, target)
+    drafter = storage.load(place, target)
     decoded = {
         name: _decoded(place, name, target, drafter, held, k, settings)
         for name, held in sets.items()
@@ -164,7 +164,7 @@ def _replays(
     read: dict[str, list[Batch]] = {}
 
     def make(place: Path) -> dict[str, Any]:
-        drafter, found = base.load(place, target), {}
+        drafter, found = storage.load(place, target), {}
         for name, held in sets.items():
             if name not in read:
                 read[name] = read_texts(target, drafter, held.texts, held.sampler)

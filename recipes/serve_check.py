@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from draftsmith.drafters import base, export
+from draftsmith.drafters import export, storage
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.export import Draft
@@ -140,7 +140,7 @@ class _Subject:
 def _subject(settings: ServeCheck) -> _Subject:
     card = read_card(settings.export)
     checkpoint = settings.checkpoint or Path(card["drafter"]["checkpoint"])
-    about = base.read_config(checkpoint)
+    about = storage.read_config(checkpoint)
     k = settings.k or int(card["serving"]["k"])
     url = is_url(settings.server)
     draft = Draft(settings.export, about["family"], k, _drafts(settings, card))
@@ -157,7 +157,7 @@ def _subject(settings: ServeCheck) -> _Subject:
     if spec is None:
         raise UserError(f"{checkpoint}: names no target that it was made for; give --target")
     target = Target.load(spec, dtype=torch.float32)  # parity is defined in fp32
-    drafter = base.load(checkpoint, target)
+    drafter = storage.load(checkpoint, target)
     if not url:
         _check_draws(settings.server, drafter, draft.drafts)
     if drafter.longest is not None and k > drafter.longest:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import typer
 
-from draftsmith.drafters import base
+from draftsmith.drafters import base, storage
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.target import Target
 from draftsmith.recipes.cli import app
@@ -152,7 +152,7 @@ def test_the_example_runs(
     cls = base.family("eagle")
     place = tmp_path / "runs/smol-eagle3/best"
     place.mkdir(parents=True)
-    base.save(cls.create(target, cls.Config()), place)
+    storage.save(cls.create(target, cls.Config()), place)
     [example] = re.findall(r"```python\n(.*?)```", RECIPES, re.S)
     exec(compile(example, "recipes/README.md", "exec"), {})
     assert re.search(r"\d+ verify passes", capsys.readouterr().out)

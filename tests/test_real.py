@@ -17,7 +17,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from draftsmith.drafters import base
+from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.eagle import Eagle
 from draftsmith.drafters.ngram import Ngram, NgramConfig
@@ -96,7 +96,7 @@ def drafter(target: Target, request: pytest.FixtureRequest) -> Callable[[str], D
         if family == "small":
             kept = [i for i in range(30) if i not in (14, 17)]
             return Small.create(target, SmallConfig(layers=kept)).eval()
-        return base.load(request.getfixturevalue("trained") / "best", target)
+        return storage.load(request.getfixturevalue("trained") / "best", target)
 
     return make
 

@@ -27,7 +27,7 @@ import yaml
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from draftsmith.drafters import base
+from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import NOT_WRITTEN, UserError, cannot_write
 from draftsmith.train import trackers
@@ -116,7 +116,7 @@ def save(
     shutil.rmtree(scratch, ignore_errors=True)
     try:
         scratch.mkdir()
-        base.save(drafter, scratch, weights)
+        storage.save(drafter, scratch, weights)
         torch.save(state | {"step": step, "rng": rng_state()}, scratch / "state.pt")
         publish(scratch, place)
     except torch.OutOfMemoryError:  # of a device: a RuntimeError, but not the disk's

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_cosine_schedule_with_warmup
 
-from draftsmith.drafters import base
+from draftsmith.drafters import storage
 from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Noise
@@ -235,7 +235,7 @@ class Learner:
             return None
         weights = folder / f"checkpoint-{done[-1]}/model.safetensors"
         if self.lora is None:
-            base.load_weights(self.drafter, weights)
+            storage.load_weights(self.drafter, weights)
         state = checkpoint.restore(folder, done[-1])
         if self.lora:  # what lies below the adapters comes from where the run began
             self.lora.load(state["lora"])

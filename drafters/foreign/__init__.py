@@ -1,7 +1,7 @@
 """Drafters in other toolkits' and servers' formats, read as draftsmith drafters.
 
     config.json tells                                        read by
-    family and target                                        base.load (our own)
+    family and target                                        storage.load (our own)
     speculators_model_type eagle3                            eagle3 (vLLM, speculators)
     draft_vocab_size, or an architecture of EAGLE-3          eagle3 (EAGLE, SGLang, TensorRT-LLM)
     medusa_num_heads, or model_type medusa                   medusa (Medusa, vLLM)
@@ -21,7 +21,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from draftsmith.drafters import base
+from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.foreign import files
@@ -45,10 +45,10 @@ def read(path: Path, target: Shell) -> Drafter:
     """
     about = files.config(path)
     if ours(about):
-        return base.read(path, target)
+        return storage.read(path, target)
     reader = importlib.import_module(f"draftsmith.drafters.foreign.{_reader(path, about)}")
     if (card := _card(path)) is not None:
-        base.check_target(path, card, target)
+        storage.check_target(path, card, target)
     try:
         return reader.read(path, about, target)
     except ValidationError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from draftsmith.drafters import base
+from draftsmith.drafters import storage
 from draftsmith.drafters.eagle1 import Eagle1, Eagle1Config
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.foreign.eagle3 import layer, llama_block
@@ -34,5 +34,5 @@ def read(folder: Path, about: dict[str, Any], target: Shell) -> Eagle1:
         )
     tensors.take_embeddings(target)
     tensors.done()
-    base.fill(drafter, stored, tensors.path)
+    storage.fill(drafter, stored, tensors.path)
     return drafter

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.drafters import base
+from draftsmith.drafters import storage
 from draftsmith.drafters.eagle import Eagle, EagleConfig
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.foreign.files import Tensors
@@ -72,7 +72,7 @@ def read(folder: Path, about: dict[str, Any], target: Shell) -> Eagle:
     if ids is not None:
         stored["draft_ids"] = ids
     tensors.done()
-    base.fill(drafter, stored, tensors.path)
+    storage.fill(drafter, stored, tensors.path)
     return drafter
 
 

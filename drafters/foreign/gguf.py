@@ -15,7 +15,7 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from torch import Tensor
 
-from draftsmith.drafters import base
+from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.eagle import Eagle, EagleConfig
 from draftsmith.drafters.errors import UserError
@@ -114,7 +114,7 @@ def _eagle3(file: Path, keys: Settings, tensors: dict[str, Tensor], target: Shel
         drafter = Eagle(target, config)
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
-    base.fill(drafter, stored, file)
+    storage.fill(drafter, stored, file)
     return drafter
 
 

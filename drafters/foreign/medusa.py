@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.drafters import base
+from draftsmith.drafters import storage
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.foreign.files import Tensors
 from draftsmith.drafters.medusa import Medusa
@@ -57,5 +57,5 @@ def read(folder: Path, about: dict[str, Any], target: Shell) -> Medusa:
         drafter = Medusa(target, HeadsConfig(heads=heads, layers=layers, draft_vocab=size))
     except UserError as error:
         raise UserError(f"{folder / 'config.json'}: {error}") from None
-    base.fill(drafter, stored, tensors.path)
+    storage.fill(drafter, stored, tensors.path)
     return drafter

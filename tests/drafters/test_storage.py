@@ -30,7 +30,7 @@ from contracts import (
     prompts,
     read,
 )
-from draftsmith.drafters import base
+from draftsmith.drafters import base, storage
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.target import Target
@@ -47,7 +47,7 @@ def jolt(made: Drafter) -> Drafter:
 
 def stored(made: Drafter, folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
-    base.save(made, folder)
+    storage.save(made, folder)
     return folder
 
 
@@ -60,7 +60,7 @@ def test_load_gives_the_same_laws(name: str, tmp_path: Path) -> None:
     """Faults: a weight or the draft vocabulary left out, or kept by the target object."""
     made = jolt(drafter(name))
     folder = stored(made, tmp_path / "out")
-    again = base.load(folder, Target(tiny.hf_model(), tiny.tokenizer(), tiny.source()))
+    again = storage.load(folder, Target(tiny.hf_model(), tiny.tokenizer(), tiny.source()))
     assert (again.config, again.training) == (made.config, False)
     assert distance(law_table(made), law_table(again)) == 0
     check_views(again)
@@ -154,7 +154,7 @@ def test_load_refuses(what: str, tmp_path: Path) -> None:
     folder = stored(drafter("eagle"), tmp_path)
     damage(folder)
     with pytest.raises(UserError, match=words) as caught:
-        base.load(folder, tiny.target())
+        storage.load(folder, tiny.target())
     text = str(caught.value)
     assert text.startswith(str(folder / file)) and "\n" not in text
     assert any(word in text for word in ("; give", "; copy", "; correct", "not in 0", "known are"))
@@ -167,7 +167,7 @@ def test_a_key_that_older_checkpoints_hold(tmp_path: Path) -> None:
     about = json.loads(path.read_text())
     about["config"]["block"]["max_positions"] = 512
     path.write_text(json.dumps(about))
-    assert base.load(tmp_path, made.target).config == made.config
+    assert storage.load(tmp_path, made.target).config == made.config
 
 
 def test_load_refuses_a_target_with_another_tokenizer(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_load_refuses_a_target_with_another_tokenizer(tmp_path: Path) -> None:
     folder = stored(drafter("medusa"), tmp_path)
     other = Target(tiny.hf_model(), tiny.tokenizer(40), tiny.source())
     with pytest.raises(UserError, match="tokenizer"):
-        base.load(folder, other)
+        storage.load(folder, other)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_small_from_a_checkpoint(family: str, tmp_path: Path) -> None:
     check_views(made)
     out = stored(jolt(made), tmp_path / "out")
     shutil.rmtree(folder)
-    assert distance(law_table(base.load(out, made.target)), law_table(made)) == 0
+    assert distance(law_table(storage.load(out, made.target)), law_table(made)) == 0
 
 
 def test_small_refuses_a_checkpoint_of_another_tokenizer(tmp_path: Path) -> None:
@@ -270,4 +270,4 @@ def test_small_embeddings(embeddings: str, family: str, tmp_path: Path) -> None:
     names = load_file(stored(made, tmp_path) / "model.safetensors").keys()
     kept = [n for n in names if "embed_tokens" in n or "lm_head" in n]
     assert len(kept) == {"shared": 0, "own": 1 if family == "Llama" else 2}[embeddings]
-    assert distance(law_table(base.load(tmp_path, of)), law_table(made)) == 0
+    assert distance(law_table(storage.load(tmp_path, of)), law_table(made)) == 0

@@ -21,7 +21,7 @@ import transformers
 
 import tiny
 import training
-from draftsmith.drafters import base
+from draftsmith.drafters import base, storage
 from draftsmith.drafters.target.target import Target
 from draftsmith.recipes import evaluate as evaluate_recipe
 from front_door import FAULTS, Door, damage, never, run
@@ -60,7 +60,7 @@ def saved(world: World) -> dict[str, Path]:
         drafter = cls.create(target, cls.Config(**own), torch.arange(tiny.VOCAB))
         out[name] = world.root / f"drafter-{name}"
         out[name].mkdir()
-        base.save(drafter, out[name])
+        storage.save(drafter, out[name])
     return out
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 import training
-from draftsmith.drafters import base, foreign
+from draftsmith.drafters import base, foreign, storage
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
@@ -46,7 +46,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         made = cls.create(target, cls.Config(**settings), torch.arange(tiny.VOCAB))
         place = root / "runs" / name / "checkpoint-4"
         place.mkdir(parents=True)
-        base.save(made, place)
+        storage.save(made, place)
         (place.parent / "best").symlink_to("checkpoint-4")
         recipe = {"name": name, "k": 2, "temperature": 0.7, "top_k": 0, "top_p": 1.0}
         (place.parent / "recipe.yaml").write_text(yaml.safe_dump(recipe))
@@ -167,12 +167,12 @@ def test_what_is_read_back_wrong_is_not_left(
     def wrong(folder: Path, config: dict, tensors: dict) -> None:
         right(folder, config, tensors | {"norm.weight": torch.ones(32)})
 
-    made = base.load(root / "runs/eagle/best", Target.load(str(root / "target")))
+    made = storage.load(root / "runs/eagle/best", Target.load(str(root / "target")))
     with torch.no_grad():
         made.norm.weight.mul_(1.5)  # type: ignore[union-attr, operator]
     place = tmp_path / "checkpoint"
     place.mkdir()
-    base.save(made, place)
+    storage.save(made, place)
     monkeypatch.setattr(layouts, "save", wrong)
     with pytest.raises(UserError, match="read back differ by"):
         export_checkpoint(Export(place, "vllm", tmp_path / "out"))
@@ -237,7 +237,7 @@ def test_generate_accepts_what_our_decoder_accepts(root: Path, tmp_path: Path) -
     cls = base.family("small")
     made = cls.create(target, cls.Config(layers=[0, 1, 3], embeddings="own")).eval()
     place.mkdir()
-    base.save(made, place)
+    storage.save(made, place)
     folder, said = export_checkpoint(Export(place, "transformers", tmp_path / "out", k=3))
     assert "num_assistant_tokens = 3" in said
     hf = AutoModelForCausalLM.from_pretrained(root / "target", dtype=torch.float32)

@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("datasets")
 
 import tiny
-from draftsmith.drafters import base
+from draftsmith.drafters import base, storage
 from draftsmith.drafters.batch import batch_of
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
@@ -75,7 +75,7 @@ def check_figures(run: Path, report: dict[str, Any]) -> None:
     target = Target.load(str(run.parents[1] / "target"))
     assert [row["step"] for row in report["by_checkpoint"]] == [4, 8, 12, 16]
     for row in report["by_checkpoint"]:
-        drafter = base.load(run / f"checkpoint-{row['step']}", target)
+        drafter = storage.load(run / f"checkpoint-{row['step']}", target)
         for label, sampler in (("T=0", Sampler(0.0)), ("T=1", Sampler(1.0))):
             groups: dict[str, list[tuple[int, Any]]] = {}
             samples = stored(run, label, target)
@@ -191,7 +191,7 @@ def test_intervals_over_texts_or_tokens_show(monkeypatch: pytest.MonkeyPatch) ->
 def test_evaluate_tells_domains_apart(run: Path, report: dict[str, Any]) -> None:
     """The decoder's own texts by category; none asked for, none told."""
     target = Target.load(str(run.parents[1] / "target"))
-    drafter = base.load(run / "best", target)
+    drafter = storage.load(run / "best", target)
     names = ["b", "a", "b", "b"]
     found = evaluate(target, drafter, tiny.prompts(4), Sampler(0.0), Policy(K), 12, domains=names)
     told = found.by_domain

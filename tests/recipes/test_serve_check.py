@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.drafters import base
+from draftsmith.drafters import base, storage
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.servers.serving import KINDS
@@ -55,7 +55,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Place:
     )
     for name, one in (("checkpoint", drafter), ("other", other)):
         (root / name).mkdir()
-        base.save(one, root / name)
+        storage.save(one, root / name)
     export, _ = export_checkpoint(Export(root / "checkpoint", "vllm", root / "export", k=3))
     card = json.loads((export / "card.json").read_text())
     return Place(root, export, write_prompts(root / "prompts.jsonl", 6), drafter, other, card)

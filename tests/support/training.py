@@ -25,7 +25,7 @@ import yaml
 from safetensors.torch import load_file
 
 import tiny
-from draftsmith.drafters import base
+from draftsmith.drafters import base, storage
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
@@ -313,7 +313,7 @@ def written_in_place() -> None:
     ) -> None:
         made = folder / f"checkpoint-{step}"
         made.mkdir()
-        base.save(drafter, made, weights)
+        storage.save(drafter, made, weights)
         torch.save(state | {"step": step, "rng": checkpoint.rng_state()}, made / "state.pt")
 
     checkpoint.save = save  # type: ignore[assignment]

@@ -13,7 +13,7 @@ pytest.importorskip("datasets")
 
 import tiny
 import training
-from draftsmith.drafters import base
+from draftsmith.drafters import base, storage
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.target import Target
 from draftsmith.train import __main__ as train
@@ -68,7 +68,7 @@ def test_eagle(world: World) -> None:
 def test_small_layers_of_the_target(world: World) -> None:
     place = run(world, "small", "small")
     target = Target.load(str(world.target))
-    config = base.read_config(place / "best")["config"]
+    config = storage.read_config(place / "best")["config"]
     fresh = base.family("small").create(target, base.family("small").Config(**config))
     check_low_rank(fresh.weights(), training.weights(place, STEPS))
 

@@ -24,7 +24,7 @@ pytest.importorskip("datasets")
 
 import tiny
 import training
-from draftsmith.drafters import base
+from draftsmith.drafters import storage
 from draftsmith.drafters.batch import align
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.target import Target
@@ -316,10 +316,10 @@ def test_the_old_target_passes_nowhere_for_the_new(world: World, run: Path) -> N
     new, old = Target.load(str(run / "target")), Target.load(str(world.target))
     with pytest.raises(UserError, match=r"their target's revision is .* or sample again"):
         Samples.open(world.samples, new)
-    base.load(run / "best", new)
+    storage.load(run / "best", new)
     for place, target in ((run / "best", old), (run / "checkpoint-3", new)):
         with pytest.raises(UserError, match="adapting a target makes another one") as error:
-            base.load(place, target)
+            storage.load(place, target)
         assert "\n" not in str(error.value)
 
 

@@ -28,7 +28,7 @@ import yaml
 pytest.importorskip("datasets")
 
 import training
-from draftsmith.drafters import base
+from draftsmith.drafters import storage
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance.replay import Replay, tables
@@ -111,7 +111,7 @@ def test_the_best_checkpoint_serves_what_was_measured(
     """`best` loads as a drafter, and replays to the tau that chose it."""
     run = trained(world, "long-eagle", steps=24, save_every=8)
     target = Target.load(str(world.target))
-    drafter = base.load(run / "best", target)
+    drafter = storage.load(run / "best", target)
     chosen = train.recipe.load(run / "recipe.yaml")
     made = Learner(chosen, target, train.Samples.open(world.samples, target), _accelerator())
     made.drafter = drafter

@@ -15,7 +15,7 @@ from transformers import modeling_utils
 
 import contracts
 import tiny
-from draftsmith.drafters import base
+from draftsmith.drafters import base, storage
 from draftsmith.drafters.batch import align
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.small import Small, SmallConfig
@@ -273,10 +273,10 @@ def test_drafters_take_a_shell(name: str, tmp_path: Path) -> None:
         torch.manual_seed(0)
         cls = base.family(name)
         drafter = cls.create(of, cls.Config(**settings.get(name, {})))
-        base.save(drafter, tmp_path)
+        storage.save(drafter, tmp_path)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(shell, "resolve", None)  # a stored drafter needs no file of the target
-            drafter = base.load(tmp_path, of)
+            drafter = storage.load(tmp_path, of)
         batch = contracts.read(whole, contracts.prompts(2), drafter.taps)
         alignment = align(batch, 2)
         unroll = drafter.unroll(batch, alignment)

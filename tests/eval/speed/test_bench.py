@@ -18,7 +18,7 @@ import torch
 
 import tiny
 import training
-from draftsmith.drafters import base
+from draftsmith.drafters import base, storage
 from draftsmith.drafters.base import Policy
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.policy import StaticTree, Tree
@@ -276,7 +276,7 @@ def test_a_bench_goes_on_with_the_same_weights_on_the_same_machine_only(
         made = cls.create(Target.load(target), cls.Config(heads=2))
         for weight in made.parameters():
             weight.data += torch.randn_like(weight)
-        base.save(made, drafter)
+        storage.save(made, drafter)
 
     def bench_again() -> dict[str, Any]:
         bench_command(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import objectives as dense
 import tiny
 import training
-from draftsmith.drafters import base
+from draftsmith.drafters import storage
 from draftsmith.drafters.base import Unroll
 from draftsmith.drafters.batch import Alignment, Batch, align
 from draftsmith.drafters.eagle import Eagle, EagleConfig
@@ -163,7 +163,7 @@ def test_a_checkpoint_does_not_hold_it(world: World, tmp_path: Path) -> None:
     """What is stored is what the drafter is; another run begins from it with its own weight."""
     target = tiny.target()
     made = Eagle1(target, Eagle1Config(regression=10))
-    base.save(made, tmp_path)
+    storage.save(made, tmp_path)
     assert set(json.loads((tmp_path / "config.json").read_text())["config"]) == {"block"}
     for weight in (0, 3):
         more = {"regression": weight} if weight else {}

@@ -57,7 +57,7 @@ class VocabMap:
         """The columns (.., Vd) of values (.., V) that the drafter can propose."""
         return values if self.ids is None else values.index_select(-1, self.ids)
 
-    def spread(self, values: Tensor) -> Tensor:
+    def scatter(self, values: Tensor) -> Tensor:
         """Values (.., Vd) laid out over the target vocabulary (.., V), 0 elsewhere."""
         if self.ids is None:
             return values

@@ -150,4 +150,4 @@ def _logits(drafter: Drafter, batch: Batch) -> torch.Tensor:
     unrolled = drafter.unroll(batch, align(batch, min(DEPTHS, drafter.longest or DEPTHS)))
     assert isinstance(unrolled, Unroll)
     rows = drafter.logits(unrolled.hidden, unrolled.prev, unrolled.depth)
-    return drafter.vocab.spread(rows).float()
+    return drafter.vocab.scatter(rows).float()

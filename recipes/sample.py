@@ -128,7 +128,7 @@ def sample(
             with store.claimed(folder):
                 pass  # one that cannot be written, or holds other files, is told before any loading
         device = ranks.device if ranks.count > 1 else None
-        loaded = Target.load(target, device, spread=device_map)
+        loaded = Target.load(target, device, device_map=device_map)
         if answers:
             made = import_answers(answers, loaded, sampler, folder, foreign=foreign)
         elif given:

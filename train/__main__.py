@@ -56,7 +56,9 @@ def train(chosen: Recipe, target: Target | None = None) -> int:
         plan.check(chosen, prompts)
         with checkpoint.claimed(chosen) if ranks.main else nullcontext():
             ranks.meet()  # the folder is this launch's own
-            target = target or Target.load(chosen.target, ranks.device, spread=chosen.device_map)
+            target = target or Target.load(
+                chosen.target, ranks.device, device_map=chosen.device_map
+            )
             # What configs alone do not tell of a drafter (another tokenizer), before it is sampled.
             family(chosen.drafter)(target, chosen.drafter_config())
             if chosen.adapt:

@@ -36,9 +36,9 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 
 
 def probe_tokens(vocab_size: int) -> Tensor:
-    """The two texts (2, 13), their ids spread over the vocabulary."""
-    spread = torch.arange(1, PROMPT + 8) * 7919 % vocab_size
-    common, tails = spread[: PROMPT + 1], spread[PROMPT + 1 :].view(2, 3)
+    """The two texts (2, 13), ids from all over the vocabulary."""
+    ids = torch.arange(1, PROMPT + 8) * 7919 % vocab_size
+    common, tails = ids[: PROMPT + 1], ids[PROMPT + 1 :].view(2, 3)
     return torch.cat([common.expand(2, -1), tails], dim=1)
 
 

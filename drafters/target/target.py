@@ -58,12 +58,12 @@ class Target(CausalLM, Shell):
         spec: str,
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
-        spread: str | dict[str, Any] | None = None,
+        device_map: str | dict[str, Any] | None = None,
     ) -> Target:
         """Loads a hub id, a folder, a GGUF file or an alias; see `source.resolve`.
 
         device None: the GPU where there is one. dtype None: fp32 on the CPU, the checkpoint's own
-        elsewhere. spread: transformers' device_map, for a target that one device cannot hold:
+        elsewhere. device_map: transformers', for a target that one device cannot hold:
         "auto", or {module: device}; its layers run where they lie, features come out on the first
         device. Raises UserError where it leaves weights that drafters share without a device.
         """
@@ -72,7 +72,7 @@ class Target(CausalLM, Shell):
         device, choice = defaults(device, dtype)
         with loading(f"target {spec}"):
             # Straight to its place: quantised weights cannot be moved afterwards.
-            place = spread or {"": device}
+            place = device_map or {"": device}
             hf = AutoModelForCausalLM.from_pretrained(source.path, dtype=choice, device_map=place)
             tokenizer = AutoTokenizer.from_pretrained(source.path)
             config = AutoConfig.from_pretrained(source.path)

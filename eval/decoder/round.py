@@ -184,7 +184,7 @@ class Rounds:
         assert self.drafter is not None
         p = self.sampler.probs(self.logits)
         draws = accept.KeyedDraws(self.noise, self.slab.length)
-        q = self.drafter.vocab.spread(q)  # (B, N, V)
+        q = self.drafter.vocab.scatter(q)  # (B, N, V)
         if not self.policy.is_chain:
             return accept.without_replacement(tokens, parents, p, q, draws)
         rule = accept.block if self.policy.block else accept.chain

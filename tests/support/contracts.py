@@ -195,7 +195,7 @@ def check_draws(made: Drafter) -> None:
     assert proposal.q is not None
     common = proposal.tokens[:, 1].mode().values
     for depth, of in ((0, slice(None)), (1, proposal.tokens[:, 1] == common)):
-        law = made.vocab.spread(proposal.q[of, depth])
+        law = made.vocab.scatter(proposal.q[of, depth])
         drawn = proposal.tokens[of, depth + 1]
         assert (law - law[0]).abs().max() < 1e-5
         shares = torch.bincount(drawn, minlength=made.vocab.size) / len(drawn)
@@ -222,7 +222,7 @@ def check_reference(made: Drafter, family: str) -> None:
             else:
                 where = weights, config, hf, text, anchor, depth
                 law = reference.head_law(REFERENCES[made.family], *where)
-            ours = made.vocab.spread(moment.law[depth]).double()
+            ours = made.vocab.scatter(moment.law[depth]).double()
             torch.testing.assert_close(ours, law, atol=1e-4, rtol=0)
 
 

@@ -38,7 +38,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 def test_features_head_and_text_are_the_same(world: World) -> None:
-    whole, apart = (Target.load(str(world.target), spread=s) for s in (None, APART))
+    whole, apart = (Target.load(str(world.target), device_map=s) for s in (None, APART))
     places = [next(layer.parameters()).device.type for layer in apart.layers]
     assert places == ["cpu", "meta", "cpu", "meta"] and apart.device.type == "cpu"
     assert apart.trees and "device_map" in (capture_problem(apart) or "")
@@ -114,4 +114,4 @@ def test_shared_embeddings_stay_with_the_target() -> None:
 
 def test_a_map_that_transformers_refuses(world: World) -> None:
     with pytest.raises(UserError, match="transformers cannot load it"):
-        Target.load(str(world.target), spread="everywhere")
+        Target.load(str(world.target), device_map="everywhere")

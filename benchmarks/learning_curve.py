@@ -21,7 +21,7 @@ from common import HERE, cell, markdown, number
 from torch import Tensor
 
 from draftsmith.drafters import storage
-from draftsmith.drafters.base import Drafter, DrafterConfig, Unroll, rows_of
+from draftsmith.drafters.base import Drafter, DrafterConfig, Unroll
 from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance.replay import replay
@@ -46,7 +46,7 @@ class Bigram(Drafter):
         self.pairs, self.unigram, self.m = pairs, unigram, m
 
     def unroll(self, batch: Batch, alignment: Alignment) -> Unroll:
-        return rows_of(torch.zeros(*alignment.exists.shape, 1), alignment, batch)
+        return Unroll.of_states(torch.zeros(*alignment.exists.shape, 1), alignment, batch)
 
     def logits(self, hidden: Tensor, prev: Tensor, depth: Tensor) -> Tensor:
         rows = (self.m * self.unigram).repeat(len(prev), 1)  # (n, V)

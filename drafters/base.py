@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -23,12 +23,10 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.grow import Proposal
 from draftsmith.drafters.policy import Policy, StaticTree
 from draftsmith.drafters.sampling import Noise, Sampler
-from draftsmith.drafters.state import DrafterState
 from draftsmith.drafters.target.causal_lm import Tap
 from draftsmith.drafters.target.shell import Shell
+from draftsmith.drafters.target.slab import Slab
 from draftsmith.drafters.vocab import VocabMap
-
-State = TypeVar("State", bound=DrafterState)
 
 
 @dataclass
@@ -46,12 +44,68 @@ class Unroll:
     depth: Tensor
     extras: dict[str, Tensor] = field(default_factory=dict)
 
+    @classmethod
+    def of_states(cls, states: Tensor, alignment: Alignment, batch: Batch) -> Unroll:
+        """Of states (B, A, k, H): one row per existing (anchor, depth).
+
+        Nothing is proposed at depths from k on.
+        """
+        k, depths = states.shape[2], alignment.exists.shape[2]
+        exists, compare = alignment.exists[..., :k], alignment.compare[..., :k]
+        index = torch.where(exists, exists.flatten().cumsum(0).view_as(exists) - 1, -1)
+        index = F.pad(index, (0, depths - k), value=-1)
+        depth = torch.arange(k, device=exists.device).expand_as(exists)
+        row = torch.arange(exists.shape[0], device=exists.device).view(-1, 1, 1)
+        prev = batch.tokens[row, compare]  # (B, A, k) x_{a+1+j}
+        return cls(states[exists], index, prev[exists], depth[exists])
+
 
 @dataclass
 class Guesses:
     """What a drafter without q proposes: tokens (B, A, K) in target ids, -1 for none."""
 
     tokens: Tensor
+
+
+@dataclass
+class DrafterState:
+    """What a drafter keeps between calls about the requests it drafts for: a dataclass.
+
+    A field is a tensor that starts at 0, a slab, the state of another drafter, or a plain value
+    with a default.
+
+    Everything changes in place: a captured graph goes on reading the tensors that it has seen.
+    """
+
+    def __post_init__(self) -> None:
+        """Raises TypeError for any other field: `reset` would leave it as it is."""
+        for each in fields(self):
+            known = isinstance(getattr(self, each.name), Tensor | Slab | DrafterState)
+            if not known and each.default is MISSING:
+                raise TypeError(f"{type(self).__name__}.{each.name}: `reset` does not reach it")
+
+    def slabs(self) -> Iterator[Slab]:
+        """All caches, those of states inside it too."""
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, Slab):
+                yield value
+            elif isinstance(value, DrafterState):
+                yield from value.slabs()
+
+    def reset(self) -> None:
+        """Makes it what `start` returned, ready for other prompts, in the same tensors."""
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, Tensor):
+                value.zero_()
+            elif isinstance(value, Slab | DrafterState):
+                value.reset()
+            else:
+                setattr(self, each.name, each.default)
+
+
+State = TypeVar("State", bound=DrafterState)
 
 
 def entry(default: Any, meaning: str, **bounds: Any) -> Any:
@@ -190,21 +244,6 @@ class Drafter(nn.Module, ABC, Generic[State]):
         kept: dict[str, Tensor] = {n: p for n, p in self.named_parameters() if p.requires_grad}
         kept.update((n, b) for n, b in self.named_buffers() if n in stored)
         return {n: t.detach().contiguous() for n, t in kept.items()}
-
-
-def rows_of(states: Tensor, alignment: Alignment, batch: Batch) -> Unroll:
-    """An Unroll from states (B, A, k, H): one row per existing (anchor, depth).
-
-    Nothing is proposed at depths from k on.
-    """
-    k, depths = states.shape[2], alignment.exists.shape[2]
-    exists, compare = alignment.exists[..., :k], alignment.compare[..., :k]
-    index = torch.where(exists, exists.flatten().cumsum(0).view_as(exists) - 1, -1)
-    index = F.pad(index, (0, depths - k), value=-1)
-    depth = torch.arange(k, device=exists.device).expand_as(exists)
-    row = torch.arange(exists.shape[0], device=exists.device).view(-1, 1, 1)
-    prev = batch.tokens[row, compare]  # (B, A, k) x_{a+1+j}
-    return Unroll(states[exists], index, prev[exists], depth[exists])
 
 
 BUILT_IN = ("ngram", "small", "medusa", "hydra", "eagle", "eagle1", "mtp")

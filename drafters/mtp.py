@@ -30,7 +30,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftsmith.drafters.base import Drafter, DrafterConfig, State, Unroll, entry, register, rows_of
+from draftsmith.drafters.base import (
+    Drafter,
+    DrafterConfig,
+    DrafterState,
+    State,
+    Unroll,
+    entry,
+    register,
+)
 from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.grow import Proposal, grow
 from draftsmith.drafters.parts import mtp_weights
@@ -45,7 +53,6 @@ from draftsmith.drafters.parts.layers import (
 from draftsmith.drafters.parts.one_layer import OneLayer, OneLayerState, last_state
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Noise, Sampler
-from draftsmith.drafters.state import DrafterState
 from draftsmith.drafters.target.attention import tree_seen
 from draftsmith.drafters.target.shell import Shell
 from draftsmith.drafters.target.slab import Slab
@@ -195,7 +202,7 @@ class ChainMtp(Mtp[ChainState]):
             mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=seen.unsqueeze(1))
             state = self.module(j).finish(residual, mixed)  # (B, T, H)
             states.append(state.gather(1, at.expand(-1, -1, state.shape[2])))
-        return rows_of(torch.stack(states, dim=2), alignment, batch)
+        return Unroll.of_states(torch.stack(states, dim=2), alignment, batch)
 
     def start(self, rows: int, capacity: int) -> ChainState:
         weight = self.module(0).eh_proj.weight

@@ -13,11 +13,11 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from draftsmith.drafters.base import Drafter, DrafterConfig, Guesses, Proposal, entry, register
+from draftsmith.drafters.base import Drafter, DrafterConfig, DrafterState, Guesses, entry, register
 from draftsmith.drafters.batch import Alignment, Batch
+from draftsmith.drafters.grow import Proposal
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Noise, Sampler
-from draftsmith.drafters.state import DrafterState
 
 
 class NgramConfig(DrafterConfig):

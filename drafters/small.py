@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from draftsmith.drafters.base import Drafter, DrafterConfig, Proposal, Unroll, entry, register
+from draftsmith.drafters.base import Drafter, DrafterConfig, DrafterState, Unroll, entry, register
 from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.errors import UserError, loading
-from draftsmith.drafters.grow import grow
+from draftsmith.drafters.grow import Proposal, grow
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Noise, Sampler
-from draftsmith.drafters.state import DrafterState
 from draftsmith.drafters.target import selftest
 from draftsmith.drafters.target.attention import chain_step, packed_step
 from draftsmith.drafters.target.causal_lm import CausalLM, cut

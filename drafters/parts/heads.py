@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftsmith.drafters.base import DrafterConfig, Policy, Proposal, Unroll, entry, rows_of
+from draftsmith.drafters.base import DrafterConfig, DrafterState, Unroll, entry
 from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.grow import grow
+from draftsmith.drafters.grow import Proposal, grow
 from draftsmith.drafters.parts.one_layer import last_state
 from draftsmith.drafters.parts.reduced import DraftVocab, ReducedVocab
+from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Noise, Sampler
-from draftsmith.drafters.state import DrafterState
 from draftsmith.drafters.target.shell import Shell
 
 
@@ -133,7 +133,7 @@ class Heads(ReducedVocab[HeadsState]):
         g = self._features(batch.features)[row, alignment.anchors.clamp(min=0)]  # (B, A, H)
         line = batch.tokens[row.unsqueeze(2), alignment.compare]  # (B, A, K) x_{a+1} ..
         states = [self._state(j, g, line[:, :, : j + 1]) for j in range(K)]
-        return rows_of(torch.stack(states, dim=2), alignment, batch)
+        return Unroll.of_states(torch.stack(states, dim=2), alignment, batch)
 
     def _features(self, features: dict[str, Tensor]) -> Tensor:
         return features["normed"].to(next(self.parameters()).dtype)  # (B, T, H)

@@ -22,13 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.drafters.base import Drafter, Policy, Proposal, Unroll, rows_of
+from draftsmith.drafters.base import Drafter, DrafterState, Policy, Proposal, Unroll
 from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.parts.diagonal import causal_and_diagonal
 from draftsmith.drafters.parts.layers import SelfAttention
 from draftsmith.drafters.sampling import Noise, Sampler
-from draftsmith.drafters.state import DrafterState
 from draftsmith.drafters.target.attention import tree_seen
 from draftsmith.drafters.target.slab import Slab
 
@@ -98,7 +97,7 @@ class OneLayer(Drafter[OneLayerState]):
             mixed = causal_and_diagonal(query, key0, value0, seen, keys, values)
             hidden = self.finish(residual, mixed)
             states.append(hidden)
-        return rows_of(torch.stack(states, dim=2), alignment, batch)
+        return Unroll.of_states(torch.stack(states, dim=2), alignment, batch)
 
     def start(self, rows: int, capacity: int) -> OneLayerState:
         weight = self.attention.q_proj.weight

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.drafters.base import Drafter, Guesses, Policy, Proposal
+from draftsmith.drafters.base import Drafter, DrafterState, Guesses, Policy, Proposal
 from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.grow import from_states, grow
 from draftsmith.drafters.sampling import Noise, Sampler
-from draftsmith.drafters.state import DrafterState
 from draftsmith.drafters.target.shell import Shell
 
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.drafters.base import Drafter, Policy
+from draftsmith.drafters.base import Drafter, DrafterState, Policy
 from draftsmith.drafters.grow import Proposal
 from draftsmith.drafters.sampling import Noise, Purpose, Sampler, argmax, pick
-from draftsmith.drafters.state import DrafterState
 from draftsmith.drafters.target.attention import chain_step, tree_shape, tree_step
 from draftsmith.drafters.target.chain_cache import ChainCache
 from draftsmith.drafters.target.slab import Slab

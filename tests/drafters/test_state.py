@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 import contracts as contract
-from draftsmith.drafters.base import Policy
+from draftsmith.drafters.base import DrafterState, Policy
 from draftsmith.drafters.sampling import Noise
-from draftsmith.drafters.state import DrafterState
 from draftsmith.drafters.target.slab import Slab
 from toys import ToyEither, ToyEitherState
 

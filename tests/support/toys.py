@@ -13,12 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.drafters import base
-from draftsmith.drafters.base import Drafter, Policy, Proposal, Unroll, rows_of
+from draftsmith.drafters.base import Drafter, DrafterState, Policy, Proposal, Unroll
 from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.grow import from_states, grow
 from draftsmith.drafters.parts.layers import BlockConfig, RMSNorm, SelfAttention, init_weights
 from draftsmith.drafters.sampling import Noise, Sampler
-from draftsmith.drafters.state import DrafterState
 from draftsmith.drafters.target.slab import Slab
 from draftsmith.drafters.target.target import Target
 
@@ -106,7 +105,7 @@ class ToyBlock(Drafter[ToyBlockState]):
         query = self.attend.queries(normed, position)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
         hidden = (x + self.attend.output(mixed)).unflatten(1, (A, N))
-        return rows_of(hidden[:, :, 1:], alignment, batch)
+        return Unroll.of_states(hidden[:, :, 1:], alignment, batch)
 
     def start(self, rows: int, capacity: int) -> ToyBlockState:
         return ToyBlockState(Slab(rows, capacity, self.mask.device))

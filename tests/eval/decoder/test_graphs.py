@@ -20,12 +20,11 @@ from torch.utils._pytree import tree_leaves
 import contracts as contract
 import tiny
 import toys
-from draftsmith.drafters.base import Policy
+from draftsmith.drafters.base import DrafterState, Policy
 from draftsmith.drafters.ngram import NgramState
 from draftsmith.drafters.parts.one_layer import OneLayerState
 from draftsmith.drafters.policy import StaticTree, Tree
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.state import DrafterState
 from draftsmith.drafters.target import slab
 from draftsmith.eval.decoder import graphs, loop
 from draftsmith.eval.decoder.loop import Decoder

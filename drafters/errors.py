@@ -1,4 +1,4 @@
-"""A user's mistake, told in one line."""
+"""A user's mistake, in one line."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +28,15 @@ def reason(error: BaseException) -> str:
 
 def cannot_write(path: Path, error: BaseException, remedy: str) -> UserError:
     return UserError(f"{path}: cannot be written ({reason(error)}); {remedy}")
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Within it the line of a UserError starts with the file that it is about."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 @contextmanager

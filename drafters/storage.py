@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftsmith.drafters.base import Drafter, family
-from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.errors import UserError, naming
 from draftsmith.drafters.target.shell import Shell
 
 logger = logging.getLogger(__name__)
@@ -69,16 +69,16 @@ def read(folder: Path, target: Shell) -> Drafter:
     """
     about = read_config(folder)
     check_target(folder, about["target"], target)
-    try:
+    with naming(folder / "config.json"):
         cls = family(about["family"])
-        drafter = cls(target, cls.Config(**about["config"]))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        line = f"{where}: {first['msg']}; correct it, or copy the checkpoint again"
-        raise UserError(f"{folder / 'config.json'}: {line}") from None
-    except UserError as error:
-        raise UserError(f"{folder / 'config.json'}: {error}") from None
+        try:
+            config = cls.Config(**about["config"])
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"]))
+            text = f"{key}: {first['msg']}; correct it, or copy the checkpoint again"
+            raise UserError(text) from None
+        drafter = cls(target, config)
     load_weights(drafter, folder / "model.safetensors")
     return drafter
 

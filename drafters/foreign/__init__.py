@@ -2,12 +2,12 @@
 
     config.json tells                                        read by
     family and target                                        storage.load (our own)
-    speculators_model_type eagle3                            eagle3 (vLLM, speculators)
-    draft_vocab_size, or an architecture of EAGLE-3          eagle3 (EAGLE, SGLang, TensorRT-LLM)
+    speculators_model_type eagle3                            eagle (vLLM, speculators)
+    draft_vocab_size, or an architecture of EAGLE-3          eagle (EAGLE, SGLang, TensorRT-LLM)
     medusa_num_heads, or model_type medusa                   medusa (Medusa, vLLM)
-    another architecture of EAGLE, or a Llama with an fc     eagle1 (EAGLE, SGLang, vLLM)
+    another architecture of EAGLE, or a Llama with an fc     eagle (EAGLE, SGLang, vLLM)
     a GGUF, alone in a folder or named itself                gguf (llama.cpp)
-    any other causal LM                                      causal_lm (transformers)
+    any other causal LM                                      _small (transformers)
 
 A reader takes every tensor of the file or fails: a missing or a left-over one is an error, as are
 settings whose meaning draftsmith does not have. The writers (drafters/export) are not imported.
@@ -15,7 +15,7 @@ settings whose meaning draftsmith does not have. The writers (drafters/export) a
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from pydantic import ValidationError
 from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.foreign import files
+from draftsmith.drafters.foreign import eagle, files, gguf, medusa
+from draftsmith.drafters.small import Small, SmallConfig
 from draftsmith.drafters.target.shell import Shell
 
 
@@ -46,11 +47,11 @@ def read(path: Path, target: Shell) -> Drafter:
     about = files.config(path)
     if ours(about):
         return storage.read(path, target)
-    reader = importlib.import_module(f"draftsmith.drafters.foreign.{_reader(path, about)}")
+    reader = _reader(path, about)
     if (card := _card(path)) is not None:
         storage.check_target(path, card, target)
     try:
-        return reader.read(path, about, target)
+        return reader(path, about, target)
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"{path}: {first['loc'][0]}: {first['msg']}; correct its config") from None
@@ -60,26 +61,33 @@ def ours(about: dict[str, Any]) -> bool:
     return "family" in about and isinstance(about.get("target"), dict)
 
 
-def _reader(path: Path, about: dict[str, Any]) -> str:
-    """The module that reads this format. Raises UserError for one that none does."""
+Reader = Callable[[Path, dict[str, Any], Shell], Drafter]
+
+
+def _reader(path: Path, about: dict[str, Any]) -> Reader:
+    """What reads this format. Raises UserError for one that none does."""
     if files.gguf_in(path) is not None:
-        return "gguf"
+        return gguf.read
     kind = about.get("speculators_model_type")
     architectures = about.get("architectures") or ["?"]
     if kind not in (None, "eagle3"):
         raise UserError(f"{path}: speculators' {kind} is not read here; known is eagle3")
     if kind or "draft_vocab_size" in about or "Eagle3" in architectures[0]:
-        return "eagle3"
+        return eagle.read_eagle3
     if "medusa_num_heads" in about or about.get("model_type") == "medusa":
-        return "medusa"
+        return medusa.read
     if "Eagle" in architectures[0]:
-        return "eagle1"
+        return eagle.read_eagle1
     if "model_type" in about:
-        return "eagle1" if "fc.weight" in files.names(path) else "causal_lm"
+        return eagle.read_eagle1 if "fc.weight" in files.names(path) else _small
     raise UserError(
         f"{path}: no format that is known here ({architectures[0]}); give EAGLE or Medusa heads "
         "as EAGLE, SGLang, TensorRT-LLM, vLLM or speculators store them, a GGUF, or a causal LM"
     )
+
+
+def _small(path: Path, about: dict[str, Any], target: Shell) -> Small:
+    return Small(target, SmallConfig(checkpoint=str(path)))
 
 
 def made_for(path: Path) -> str | None:

@@ -20,8 +20,8 @@ PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt")
 _UNREADABLE = (OSError, RuntimeError, EOFError, LookupError, pickle.UnpicklingError)
 
 
-class Settings(dict[str, Any]):
-    """Settings that were read from `path`. To index one that is not there raises UserError."""
+class StoredConfig(dict[str, Any]):
+    """A config that was read from `path`. To index a key that is not there raises UserError."""
 
     def __init__(self, path: Path, found: dict[str, Any]) -> None:
         super().__init__(found)
@@ -31,13 +31,13 @@ class Settings(dict[str, Any]):
         raise UserError(f"{self.path}: has no {key}; copy it again")
 
 
-def json_of(path: Path) -> Settings:
+def json_of(path: Path) -> StoredConfig:
     """A JSON file's object, and those within it. Raises UserError where it is none."""
     try:
-        found = json.loads(path.read_text(), object_hook=lambda each: Settings(path, each))
+        found = json.loads(path.read_text(), object_hook=lambda each: StoredConfig(path, each))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not valid JSON ({error}); copy it again") from None
-    if not isinstance(found, Settings):
+    if not isinstance(found, StoredConfig):
         raise UserError(f"{path}: holds no settings; copy it again")
     return found
 

@@ -14,14 +14,15 @@ import torch
 from gguf import GGUFReader
 from gguf.quants import dequantize
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.eagle import Eagle, EagleConfig
-from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.foreign import causal_lm
-from draftsmith.drafters.foreign.files import Settings, gguf_in, same_embeddings
+from draftsmith.drafters.errors import UserError, loading, naming
+from draftsmith.drafters.foreign.files import StoredConfig, gguf_in, same_embeddings
 from draftsmith.drafters.parts.layers import BlockConfig
+from draftsmith.drafters.small import Small, SmallConfig
 from draftsmith.drafters.target.shell import Shell
 
 _BLOCK = {
@@ -48,7 +49,7 @@ def read(path: Path, about: dict[str, Any], target: Shell) -> Drafter:
         line = " ".join(str(error).split())
         raise UserError(f"{file}: cut short or broken ({line}); copy it again") from None
     fields = {name: field.contents() for name, field in reader.fields.items() if "." in name}
-    keys = Settings(file, fields)
+    keys = StoredConfig(file, fields)
     if len(keys["tokenizer.ggml.tokens"]) != target.vocab_size:
         raise UserError(
             f"{file}: has {len(keys['tokenizer.ggml.tokens'])} tokens, the target "
@@ -58,7 +59,7 @@ def read(path: Path, about: dict[str, Any], target: Shell) -> Drafter:
     if arch != "eagle3":
         even = keys[f"{arch}.embedding_length"] // keys[f"{arch}.attention.head_count"]
         head_dim = keys.get(f"{arch}.attention.key_length", even)
-        return causal_lm.read_gguf(file, head_dim, target)
+        return _draft_model(file, head_dim, target)
     return _eagle3(file, keys, _tensors(reader), target)
 
 
@@ -72,7 +73,7 @@ def _tensors(reader: GGUFReader) -> dict[str, Tensor]:
     return out
 
 
-def _eagle3(file: Path, keys: Settings, tensors: dict[str, Tensor], target: Shell) -> Eagle:
+def _eagle3(file: Path, keys: StoredConfig, tensors: dict[str, Tensor], target: Shell) -> Eagle:
     def key(name: str) -> Any:
         return keys[f"eagle3.{name}"]
 
@@ -110,10 +111,8 @@ def _eagle3(file: Path, keys: Settings, tensors: dict[str, Tensor], target: Shel
             stored[f"{_BLOCK[parts[2]]}.weight"] = tensor
         else:
             raise UserError(f"{file}: tensor {name} is unexpected; draftsmith would not use it")
-    try:
+    with naming(file):
         drafter = Eagle(target, config)
-    except UserError as error:
-        raise UserError(f"{file}: {error}") from None
     storage.fill(drafter, stored, file)
     return drafter
 
@@ -125,3 +124,19 @@ def _halves(weight: Tensor, head_dim: int) -> Tensor:
         rows = weight[head : head + head_dim]
         out[head : head + head_dim] = torch.cat([rows[0::2], rows[1::2]])
     return out
+
+
+def _draft_model(file: Path, head_dim: int, target: Shell) -> Small:
+    """A draft model as llama.cpp stores it. transformers dequantises it and settles the names; but
+    for the heads' size of some families."""
+    with loading(str(file)):
+        hf, info = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True,
+            head_dim=head_dim,
+        )  # fmt: skip
+    for kind in ("missing_keys", "unexpected_keys"):
+        for name in sorted(info[kind]):
+            raise UserError(f"{file}: tensor {name} is {kind.removesuffix('_keys')}")
+    drafter = Small(target, SmallConfig(checkpoint=str(file), architecture=hf.config.to_dict()))
+    drafter.lm.hf.load_state_dict(hf.state_dict())
+    return drafter

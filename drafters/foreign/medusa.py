@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.drafters import storage
-from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.errors import UserError, naming
 from draftsmith.drafters.foreign.files import Tensors
 from draftsmith.drafters.medusa import Medusa
 from draftsmith.drafters.parts.heads import HeadsConfig
@@ -53,9 +53,7 @@ def read(folder: Path, about: dict[str, Any], target: Shell) -> Medusa:
     if size < target.vocab_size:
         stored["draft_ids"] = tensors.take("token_map", size).long()
     tensors.done()
-    try:
+    with naming(folder / "config.json"):
         drafter = Medusa(target, HeadsConfig(heads=heads, layers=layers, draft_vocab=size))
-    except UserError as error:
-        raise UserError(f"{folder / 'config.json'}: {error}") from None
     storage.fill(drafter, stored, tensors.path)
     return drafter

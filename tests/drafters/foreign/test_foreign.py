@@ -21,7 +21,7 @@ from torch import Tensor
 import tiny
 from draftsmith.drafters import foreign
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.foreign import eagle3
+from draftsmith.drafters.foreign import eagle
 from draftsmith.train import recipe as recipes
 from draftsmith.train.start import new_drafter
 from exports import TEXT, logits, plain
@@ -300,7 +300,7 @@ def test_a_mistake_of_ours_is_no_missing_setting(
 ) -> None:
     """Fault: any KeyError of a reader passes for the user's."""
     about, tensors, _ = sglang()
-    monkeypatch.setattr(eagle3, "_taps", lambda *_: {}["of ours"])
+    monkeypatch.setattr(eagle, "_taps", lambda *_: {}["of ours"])
     with pytest.raises(KeyError, match="of ours"):
         foreign.load(put(tmp_path, about, tensors, "model.safetensors"), tiny.target())
 

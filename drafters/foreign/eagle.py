@@ -1,8 +1,12 @@
-"""EAGLE-3 heads as EAGLE, SGLang, TensorRT-LLM and vLLM (speculators) store them.
+"""EAGLE heads: EAGLE-3 as EAGLE, SGLang, TensorRT-LLM and vLLM (speculators) store it, EAGLE-1 as
+EAGLE publishes it and SGLang and vLLM read it.
 
-Layer ids: those at config.json's top level are our own (vLLM, llama.cpp); those inside
+EAGLE-3's layer ids: those at config.json's top level are our own (vLLM, llama.cpp); those inside
 `eagle_config` count layers' outputs from 0 (SGLang, TensorRT-LLM, ModelOpt), one less. Without any
 all four take 2, L//2, L-3. d2t is an offset: target id = draft id + d2t[draft id].
+
+EAGLE-1 is a Llama config of one layer, fc.weight [H, 2H] (embedding first), embed_tokens.weight,
+and a decoder layer without input norm. SGLang's fc has a bias, which here must be 0.
 """
 
 from __future__ import annotations
@@ -16,28 +20,29 @@ from torch import Tensor
 
 from draftsmith.drafters import storage
 from draftsmith.drafters.eagle import Eagle, EagleConfig
-from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.eagle1 import Eagle1, Eagle1Config
+from draftsmith.drafters.errors import UserError, naming
 from draftsmith.drafters.foreign.files import Tensors
 from draftsmith.drafters.parts.layers import BlockConfig
 from draftsmith.drafters.target.shell import Shell
 from draftsmith.drafters.vocab import VocabMap
 
 
-def read(folder: Path, about: dict[str, Any], target: Shell) -> Eagle:
+def read_eagle3(folder: Path, about: dict[str, Any], target: Shell) -> Eagle:
     """See `foreign.load`."""
-    where = folder / "config.json"
+    path = folder / "config.json"
     speculators = "speculators_model_type" in about
     shape = about["transformer_layer_config"] if speculators else about
-    block = llama_block(where, shape)
+    block = _llama_block(path, shape)
     flags = about | about.get("eagle_config", {})
     if flags.get("eh_proj_before_attn") or flags.get("parallel_draft_step", 1) > 1:
         raise UserError(
-            f"{where}: eh_proj_before_attn or parallel_draft_step is set; draftsmith's EAGLE-3 has "
+            f"{path}: eh_proj_before_attn or parallel_draft_step is set; draftsmith's EAGLE-3 has "
             "neither"
         )
     if shape["vocab_size"] != target.vocab_size:
         raise UserError(
-            f"{where}: vocab_size is {shape['vocab_size']}, the target {target.source.spec} has "
+            f"{path}: vocab_size is {shape['vocab_size']}, the target {target.source.spec} has "
             f"{target.vocab_size}; give the target that this head was made for"
         )
     tensors = Tensors(folder)
@@ -49,7 +54,7 @@ def read(folder: Path, about: dict[str, Any], target: Shell) -> Eagle:
     if not own and size != target.vocab_size:
         tensors.take("lm_head.weight")  # says that it is missing
     config = EagleConfig(
-        taps=list(_taps(where, about, shape, target)),
+        taps=list(_taps(path, about, shape, target)),
         draft_vocab=size,
         head="own" if own else "target",
         # The two layouts' defaults in vLLM, llama_eagle3.py and configs/speculators/algos.py.
@@ -59,12 +64,10 @@ def read(folder: Path, about: dict[str, Any], target: Shell) -> Eagle:
         norm_output=bool(flags.get("norm_output") or flags.get("return_hidden_post_norm")),
         block=block,
     )
-    try:
+    with naming(path):
         drafter = Eagle(target, config)
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
     tensors.take_embeddings(target)
-    stored = layer(tensors, block, 2 * block.hidden_size)
+    stored = _layer(tensors, block, 2 * block.hidden_size)
     for name, tensor in _around(tensors, config, block.hidden_size):
         stored[name] = tensor
     if own:
@@ -76,7 +79,26 @@ def read(folder: Path, about: dict[str, Any], target: Shell) -> Eagle:
     return drafter
 
 
-def llama_block(where: Path, shape: dict[str, Any]) -> BlockConfig:
+def read_eagle1(folder: Path, about: dict[str, Any], target: Shell) -> Eagle1:
+    """See `foreign.load`."""
+    block = _llama_block(folder / "config.json", about)
+    with naming(folder / "config.json"):
+        drafter = Eagle1(target, Eagle1Config(block=block))
+    H = block.hidden_size
+    tensors = Tensors(folder)
+    stored = _layer(tensors, block, H)
+    stored["fc.weight"] = tensors.take("fc.weight", H, 2 * H)
+    if "fc.bias" in tensors.left and tensors.take("fc.bias", H).any():
+        raise UserError(
+            f"{tensors.path}: fc.bias is not 0, and draftsmith's EAGLE-1, like vLLM's, has none"
+        )
+    tensors.take_embeddings(target)
+    tensors.done()
+    storage.fill(drafter, stored, tensors.path)
+    return drafter
+
+
+def _llama_block(path: Path, shape: dict[str, Any]) -> BlockConfig:
     """The layer's shape. Raises UserError for settings that our block does not have."""
     rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -89,7 +111,7 @@ def llama_block(where: Path, shape: dict[str, Any]) -> BlockConfig:
     }
     for key, (found, wanted) in expected.items():
         if found != wanted:
-            raise UserError(f"{where}: {key} is {found}; draftsmith's heads have {wanted}")
+            raise UserError(f"{path}: {key} is {found}; draftsmith's heads have {wanted}")
     heads = shape["num_attention_heads"]
     return BlockConfig(
         hidden_size=shape["hidden_size"],
@@ -102,7 +124,7 @@ def llama_block(where: Path, shape: dict[str, Any]) -> BlockConfig:
     )
 
 
-def _taps(where: Path, about: dict[str, Any], shape: dict[str, Any], target: Shell) -> list[int]:
+def _taps(path: Path, about: dict[str, Any], shape: dict[str, Any], target: Shell) -> list[int]:
     """Layer ids as we count them. Raises UserError where the two ways of writing them disagree."""
     outer = about.get("eagle_aux_hidden_state_layer_ids")
     inner = about.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
@@ -110,14 +132,14 @@ def _taps(where: Path, about: dict[str, Any], shape: dict[str, Any], target: She
         inner = [output + 1 for output in inner]
     if outer and inner and outer != inner:
         raise UserError(
-            f"{where}: eagle_aux_hidden_state_layer_ids {outer} and eagle_config's (outputs, one "
+            f"{path}: eagle_aux_hidden_state_layer_ids {outer} and eagle_config's (outputs, one "
             f"less) {[i - 1 for i in inner]} name different layers; keep the right one"
         )
     layers = target.num_layers
     taps = outer or inner or [2, layers // 2, layers - 3]
     count = shape.get("num_aux_hidden_states", about.get("num_aux_hidden_states", len(taps)))
     if count != len(taps):
-        raise UserError(f"{where}: num_aux_hidden_states is {count}, it names {len(taps)} layers")
+        raise UserError(f"{path}: num_aux_hidden_states is {count}, it names {len(taps)} layers")
     return taps
 
 
@@ -163,7 +185,7 @@ def _around(tensors: Tensors, config: EagleConfig, H: int) -> Iterator[tuple[str
         yield f"{name.removeprefix('layers.0.')}.weight", tensor
 
 
-def layer(tensors: Tensors, block: BlockConfig, width: int) -> dict[str, Tensor]:
+def _layer(tensors: Tensors, block: BlockConfig, width: int) -> dict[str, Tensor]:
     """A decoder layer whose attention reads `width` numbers, under draftsmith's names."""
     H, inner = block.hidden_size, block.intermediate_size
     queries, keys = block.num_heads * block.head_dim, block.num_kv_heads * block.head_dim

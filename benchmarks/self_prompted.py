@@ -28,9 +28,9 @@ from accelerate import Accelerator
 from common import HERE, cell, data, markdown, number
 from datasets import concatenate_datasets
 
+from draftsmith.drafters import storage
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.storage import load as load_drafter
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance.replay import replay
 from draftsmith.train import checkpoint, recipe
@@ -140,7 +140,7 @@ def run(
     with checkpoint.claimed(chosen):
         if code := Run(Learner(chosen, target(), texts, Accelerator())).run():
             sys.exit(code)
-    drafter = load_drafter(chosen.folder / f"checkpoint-{steps}", target())
+    drafter = storage.load(chosen.folder / f"checkpoint-{steps}", target())
     out: dict[str, Any] = {
         "kind": kind,
         "samples": len(texts),

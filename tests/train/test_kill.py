@@ -23,7 +23,7 @@ import torch
 pytest.importorskip("datasets")
 
 import training
-from draftsmith.drafters.storage import load as load_drafter
+from draftsmith.drafters import storage
 from draftsmith.drafters.target.target import Target
 from draftsmith.train import checkpoint
 from draftsmith.train.checkpoint import read_metrics
@@ -55,7 +55,7 @@ def loadable(run: Path, target: Target) -> None:
     """Every checkpoint that is listed is whole."""
     for step in checkpoint.steps(run):
         folder = run / f"checkpoint-{step}"
-        load_drafter(folder, target)
+        storage.load(folder, target)
         state = torch.load(folder / "state.pt", map_location="cpu", weights_only=False)
         assert state["step"] == step
 
@@ -163,6 +163,6 @@ def test_a_checkpoint_written_in_place_is_caught(world: World, whole: Path) -> N
         path, lambda: (run / "checkpoint-2" / "state.pt").exists(), training.written_in_place
     )
     target = Target.load(str(world.target))
-    load_drafter(run / "checkpoint-2", target)  # which was whole
+    storage.load(run / "checkpoint-2", target)  # which was whole
     with pytest.raises((EOFError, RuntimeError, UnpicklingError)):  # torch.load of half a file
         loadable(run, target)

@@ -32,13 +32,13 @@ from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance.replay import moments, replay
-from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, recipe
 from draftsmith.train.data.chat_template import encode
 from draftsmith.train.data.hub import read_prompts
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.learner import Learner
 from draftsmith.train.loop import Run
+from draftsmith.train.run import main as train
 from draftsmith.train.samples.answer import Samples, generate
 from draftsmith.train.samples.packing import collate
 
@@ -246,7 +246,7 @@ def main() -> None:
     of, steps = FAMILIES[arguments.family]
     steps = arguments.steps or steps
     if not (arguments.runs / of / "best").exists():
-        train.run(of, [f"samples={arguments.samples}", f"runs={arguments.runs}"])
+        train([of, f"samples={arguments.samples}", f"runs={arguments.runs}"])
     names = arguments.only.split(",") if arguments.only else list(OBJECTIVES)
     found: dict[str, list[dict[str, Any]]] = {}
     for seed in SEEDS:

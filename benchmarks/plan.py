@@ -29,14 +29,14 @@ def measure(name: str, samples: str, runs: str) -> dict[str, Any]:
     """Plans and trains one recipe in this process."""
     import torch
 
-    from draftsmith.train import __main__ as train
     from draftsmith.train import recipe
     from draftsmith.train.checkpoint import read_metrics
     from draftsmith.train.plan.plan import plan
+    from draftsmith.train.run import run
 
     chosen = recipe.load(name, [f"samples={samples}", f"runs={runs}", *SHORT])
     made = plan(chosen)
-    if code := train.train(chosen):
+    if code := run(chosen):
         raise SystemExit(code)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if torch.cuda.is_available():

@@ -27,10 +27,10 @@ from draftsmith.recipes import compare_page
 from draftsmith.recipes.commands import Compare
 from draftsmith.recipes.compare import compare
 from draftsmith.train import recipe
-from draftsmith.train.__main__ import train
 from draftsmith.train.data.prompts import product_prompts
 from draftsmith.train.data.sources import spread
 from draftsmith.train.progress import clock
+from draftsmith.train.run import run
 from draftsmith.train.samples.answer import generate
 
 STAGES = (
@@ -94,7 +94,7 @@ def quickstart(folder: Path, demo: Demo | None = None) -> int:
         _say(f"{len(samples)} answers, {tokens:,} tokens")
     for number, name in enumerate(RECIPES, start=2):
         with _stage(number):
-            if code := train(_recipe(folder, name, demo), target):
+            if code := run(_recipe(folder, name, demo), target):
                 return code
     with _stage(4):
         about = (

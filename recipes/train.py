@@ -15,6 +15,6 @@ commands = typer.Typer()
 )
 def train(recipe: RecipeName, overrides: Overrides = None) -> None:
     """Trains a drafter; a run that was stopped goes on where its last checkpoint is."""
-    from draftsmith.train.__main__ import run
+    from draftsmith.train.run import main
 
-    raise typer.Exit(run(recipe, overrides or []))
+    raise typer.Exit(main([recipe, *(overrides or [])]))

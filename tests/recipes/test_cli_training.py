@@ -60,7 +60,7 @@ def test_train_module_refuses_the_same(
     door: Door, world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`accelerate launch -m draftsmith.train` has a main of its own."""
-    from draftsmith.train.__main__ import main
+    from draftsmith.train.run import main
 
     door.monkeypatch.setattr(Target, "load", never)
     for words in ([str(world.recipe("module")), "k=0"], ["no-such-recipe"]):

@@ -25,7 +25,7 @@ from draftsmith.eval.acceptance.replay import moments, replay, tables
 from draftsmith.recipes import compare_page
 from draftsmith.recipes.commands import Compare
 from draftsmith.recipes.compare import Entry, _learned, compare
-from draftsmith.train import __main__ as train
+from draftsmith.train.run import main
 from training import World, save_target
 from walker import Visible, strangers
 
@@ -122,8 +122,8 @@ def test_weights_are_the_rounds_that_get_there() -> None:
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     before = signal.getsignal(signal.SIGTERM)
     world = World(tmp_path_factory.mktemp("compare"))
-    assert train.main([str(world.recipe("one", steps=12, save_every=3))]) == 0
-    assert train.main([str(world.recipe("two", "small", steps=3, save_every=3))]) == 0
+    assert main([str(world.recipe("one", steps=12, save_every=3))]) == 0
+    assert main([str(world.recipe("two", "small", steps=3, save_every=3))]) == 0
     signal.signal(signal.SIGTERM, before)
     return world
 

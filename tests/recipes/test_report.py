@@ -33,7 +33,7 @@ from draftsmith.eval.report import report as pages
 from draftsmith.eval.report.sample_text import sample_text
 from draftsmith.eval.speed.clocks import Steadiness
 from draftsmith.recipes import report as recipe_report
-from draftsmith.train import __main__ as train
+from draftsmith.train.run import main
 from draftsmith.train.samples.answer import Samples
 from reports import settings
 from training import World
@@ -47,7 +47,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained run, its prompts in three domains, and its report."""
     before = signal.getsignal(signal.SIGTERM)
     world = World(tmp_path_factory.mktemp("world"))
-    assert train.main([str(world.recipe("one", steps=16, save_every=4))]) == 0
+    assert main([str(world.recipe("one", steps=16, save_every=4))]) == 0
     signal.signal(signal.SIGTERM, before)
     rows = [json.loads(line) for line in world.prompts.read_text().splitlines()]
     domains = ["sea"] * 3 + ["hill"] * 8 + ["wood"] * 4

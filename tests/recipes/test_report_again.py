@@ -27,11 +27,11 @@ from draftsmith.eval.speed import model
 from draftsmith.recipes import cli
 from draftsmith.recipes import report as recipe_report
 from draftsmith.recipes.commands import Report
-from draftsmith.train import __main__ as train
 from draftsmith.train.data.chat_template import encode
 from draftsmith.train.data.hub import read_prompts
 from draftsmith.train.data.imported import import_answers
 from draftsmith.train.data.prompts import Prompt, asked
+from draftsmith.train.run import main
 from draftsmith.train.samples.heldout import also_trained_on
 from reports import settings
 from training import World
@@ -42,7 +42,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained run, its prompts in three domains, and its report."""
     before = signal.getsignal(signal.SIGTERM)
     world = World(tmp_path_factory.mktemp("world"))
-    assert train.main([str(world.recipe("one", steps=16, save_every=4))]) == 0
+    assert main([str(world.recipe("one", steps=16, save_every=4))]) == 0
     signal.signal(signal.SIGTERM, before)
     rows = [json.loads(line) for line in world.prompts.read_text().splitlines()]
     domains = ["sea"] * 3 + ["hill"] * 8 + ["wood"] * 4
@@ -208,7 +208,7 @@ def test_drafts_are_no_longer_than_the_drafter_has_depths(
 ) -> None:
     """Heads for three depths, in a recipe whose k is 4: reported at 3, and refused 4 by name."""
     before, world = signal.getsignal(signal.SIGTERM), World(tmp_path)
-    assert train.main([str(world.recipe("heads", "medusa", k=4, steps=2, save_every=2))]) == 0
+    assert main([str(world.recipe("heads", "medusa", k=4, steps=2, save_every=2))]) == 0
     signal.signal(signal.SIGTERM, before)
     capsys.readouterr()
     here, prompts = world.folder("heads"), str(world.prompts)

@@ -30,11 +30,11 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.recipes import card, commands, export
-from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, learner, processes
 from draftsmith.train.data.hub import read_prompts
 from draftsmith.train.learner import Learner
 from draftsmith.train.objective.weights import Sums
+from draftsmith.train.run import main
 from draftsmith.train.samples.answer import generate
 from draftsmith.train.samples.parts import Parts
 from draftsmith.train.states import cache
@@ -133,7 +133,7 @@ def _train(recipe: str, threads: int, before: Callable[[], None] | None) -> None
     torch.set_num_threads(threads)
     if before:
         before()
-    sys.exit(train.main([recipe]))
+    sys.exit(main([recipe]))
 
 
 def fork(recipe: Path, before: Callable[[], None] | None = None) -> BaseProcess:
@@ -181,7 +181,7 @@ def train_together(index: int, recipes: list[str], before: Callable[[], None] | 
     """Trains recipes[index], or the last there is."""
     if before:
         before()
-    sys.exit(train.main([recipes[min(index, len(recipes) - 1)]]))
+    sys.exit(main([recipes[min(index, len(recipes) - 1)]]))
 
 
 def impatient() -> None:
@@ -225,7 +225,7 @@ def _export(asked: commands.Export) -> None:
 
 def _forked(function: Callable[..., None], *args: Any) -> BaseProcess:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["draftsmith.train.__main__", "datasets", "pytest"])
+    context.set_forkserver_preload(["draftsmith.train.run", "datasets", "pytest"])
     process = context.Process(target=function, args=args)
     process.start()
     return process

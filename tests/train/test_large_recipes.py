@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.train import __main__ as train
 from draftsmith.train.checkpoint import read_metrics
+from draftsmith.train.run import main
 from places import RECIPES
 from training import sample, save_target, write_prompts
 
@@ -49,7 +49,7 @@ def test_trains_on_a_stand_in(name: str, stand_in: Callable[[str], Path]) -> Non
         word.format(small=root / "small") for key, word in FITTING.items() if f"\n{key}:" in text
     ]
     where = [f"target={root / 'target'}", f"samples={root / 'samples'}", f"runs={root / 'runs'}"]
-    assert train.main([name, *where, *SIZES, *fitting]) == 0
+    assert main([name, *where, *SIZES, *fitting]) == 0
     replays = [m for m in read_metrics(root / "runs" / name) if m["kind"] == "replay"]
     assert replays[-1]["step"] == 2 and replays[-1]["tau"] >= 1
     assert (root / "runs" / name / "best" / "model.safetensors").is_file()

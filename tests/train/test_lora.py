@@ -16,9 +16,9 @@ import training
 from draftsmith.drafters import base, storage
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.target import Target
-from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, loop, lora, recipe
 from draftsmith.train.lora import Lora
+from draftsmith.train.run import main
 from training import World
 
 RANK, STEPS = 2, 6
@@ -27,7 +27,7 @@ RANK, STEPS = 2, 6
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     world = World(tmp_path_factory.mktemp("lora"))
-    assert train.main([str(world.recipe("start", steps=3))]) == 0
+    assert main([str(world.recipe("start", steps=3))]) == 0
     return world
 
 
@@ -38,7 +38,7 @@ def tuned(world: World, name: str, drafter: str = "eagle", **changes: Any) -> Pa
 
 
 def run(world: World, name: str, drafter: str = "eagle", **changes: Any) -> Path:
-    assert train.main([str(tuned(world, name, drafter, **changes))]) == 0
+    assert main([str(tuned(world, name, drafter, **changes))]) == 0
     return world.folder(name)
 
 
@@ -104,7 +104,7 @@ def test_it_goes_on_bit_for_bit(world: World, monkeypatch: pytest.MonkeyPatch) -
     whole = run(world, "straight")
     with monkeypatch.context() as patch:
         training.stop_after(patch, 4)
-        assert train.main([str(tuned(world, "halves"))]) == loop.STOPPED
+        assert main([str(tuned(world, "halves"))]) == loop.STOPPED
     halves = run(world, "halves")
     assert training.differences(whole, halves, STEPS) == []
 
@@ -114,9 +114,9 @@ def test_adapters_forgotten_would_show(
 ) -> None:
     with monkeypatch.context() as patch:
         training.stop_after(patch, 4)
-        assert train.main([str(tuned(world, "forgets"))]) == loop.STOPPED
+        assert main([str(tuned(world, "forgets"))]) == loop.STOPPED
     monkeypatch.setattr(lora.Lora, "load", lambda self, state: None)
-    assert train.main([str(tuned(world, "forgets"))]) == 2
+    assert main([str(tuned(world, "forgets"))]) == 2
     assert "is not what these adapters make" in capsys.readouterr().err
 
 
@@ -127,10 +127,10 @@ def test_another_start_is_refused(
     shutil.copytree(world.folder("start") / "checkpoint-3", start)
     with monkeypatch.context() as patch:
         training.stop_after(patch, 4)
-        assert train.main([str(tuned(world, "moved", start=str(start)))]) == loop.STOPPED
+        assert main([str(tuned(world, "moved", start=str(start)))]) == loop.STOPPED
     shutil.rmtree(start)
     shutil.copytree(world.folder("eagle") / f"checkpoint-{STEPS}", start)
-    assert train.main([str(tuned(world, "moved", start=str(start)))]) == 2
+    assert main([str(tuned(world, "moved", start=str(start)))]) == 2
     assert "put the start that it began with back" in capsys.readouterr().err
     assert checkpoint.steps(world.folder("moved")) == [3, 4]
 

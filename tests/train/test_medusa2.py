@@ -29,11 +29,11 @@ from draftsmith.drafters.batch import align
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.target import Target
 from draftsmith.recipes import commands, compare, export, report
-from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, loop, lora, medusa2, recipe
 from draftsmith.train.loop import Run
 from draftsmith.train.medusa2 import Medusa2
 from draftsmith.train.objective import objective
+from draftsmith.train.run import main
 from draftsmith.train.samples.answer import Sample, Samples
 from draftsmith.train.samples.packing import collate
 from training import World
@@ -58,7 +58,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 @pytest.fixture(scope="module")
 def run(world: World) -> Path:
     """A run that nobody disturbed."""
-    assert train.main([str(adapting(world, "whole"))]) == 0
+    assert main([str(adapting(world, "whole"))]) == 0
     return world.folder("whole")
 
 
@@ -368,15 +368,15 @@ def test_it_goes_on_bit_for_bit(
     for step in (1, 6):
         with monkeypatch.context() as patch:
             training.stop_after(patch, step)
-            assert train.main([str(path)]) == loop.STOPPED
+            assert main([str(path)]) == loop.STOPPED
     shutil.copytree(place, tmp_path / "kept")
     with monkeypatch.context() as patch:
         patch.setattr(lora.Adapters, "load", lambda self, state: None)
-        assert train.main([str(path)]) == 0
+        assert main([str(path)]) == 0
     assert not same_target(run, place)
     shutil.rmtree(place)
     shutil.copytree(tmp_path / "kept", place)
-    assert train.main([str(path)]) == 0
+    assert main([str(path)]) == 0
     assert training.differences(run, place, STEPS) == []
     assert same_target(run, place)
 
@@ -386,10 +386,10 @@ def test_killed_before_the_target_has_its_name(world: World, run: Path, tmp_path
     path, place = adapting(world, "whole", runs=str(tmp_path)), tmp_path / "whole"
     shutil.copytree(run, place, symlinks=True)
     (place / "target").rename(place / ".writing-target")
-    assert train.main([str(path)]) == 0
+    assert main([str(path)]) == 0
     assert same_target(run, place) and not (place / ".writing-target").exists()
     shutil.rmtree(place / "target")
-    assert train.main([str(path)]) == 0
+    assert main([str(path)]) == 0
     assert same_target(run, place), "made again from the adapters"
     assert training.differences(run, place, STEPS) == []
 
@@ -458,14 +458,14 @@ def test_targets_that_cannot_be_adapted() -> None:
 def test_a_folder_that_is_there(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     """Neither before the run nor while it is stopped is somebody's folder taken for the target."""
     (world.folder("taken") / "target").mkdir(parents=True)
-    assert train.main([str(adapting(world, "taken"))]) == 2
+    assert main([str(adapting(world, "taken"))]) == 2
     assert "taken: not empty and no run of draftsmith; give another" in capsys.readouterr().err
     with pytest.MonkeyPatch.context() as patch:
         training.stop_after(patch, 3)
-        assert train.main([str(adapting(world, "later"))]) == loop.STOPPED
+        assert main([str(adapting(world, "later"))]) == loop.STOPPED
     with pytest.raises(UserError, match="later: its new target is not finished; run the same"):
         report.read_run(world.folder("later"))
     (world.folder("later") / "target").mkdir()
     capsys.readouterr()
-    assert train.main([str(adapting(world, "later"))]) == 2
+    assert main([str(adapting(world, "later"))]) == 2
     assert "later/target: is there already, and this run has not made" in capsys.readouterr().err

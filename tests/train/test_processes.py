@@ -29,10 +29,10 @@ pytest.importorskip("datasets")
 import training
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.target import Target
-from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, learner, loop
 from draftsmith.train import processes as ranks
 from draftsmith.train.processes import Ranks
+from draftsmith.train.run import main
 from draftsmith.train.samples import store as storage
 from draftsmith.train.samples.parts import Parts
 from draftsmith.train.samples.samples import Samples
@@ -117,7 +117,7 @@ def test_launches_that_are_refused(
     for name, value in setting.items():
         monkeypatch.setenv(name, value)
     path = world.recipe("refused", device_map="auto")
-    assert train.main([str(path)]) == 2
+    assert main([str(path)]) == 2
     said = capsys.readouterr().err.strip()
     assert words in said and "\n" not in said and not world.folder("refused").exists()
 
@@ -199,7 +199,7 @@ def whole(world: World) -> Callable[[str], Path]:
     def run(drafter: str) -> Path:
         folder = world.folder(f"one-{drafter}")
         if not folder.exists():
-            assert train.main([str(world.recipe(f"one-{drafter}", drafter))]) == 0
+            assert main([str(world.recipe(f"one-{drafter}", drafter))]) == 0
         return folder
 
     return run
@@ -228,9 +228,9 @@ def test_gradients_twice_too_large_are_noticed(
 ) -> None:
     """Planted fault, which leaves the weights where they were: all gradients are clipped."""
     one, two = (world.folder(name) for name in ("clipped", "doubled"))
-    assert train.main([str(world.recipe("clipped", clip=0.01))]) == 0
+    assert main([str(world.recipe("clipped", clip=0.01))]) == 0
     monkeypatch.setattr(learner, "summed", lambda _, t: t if t.shape == (2,) else 2 * t)
-    assert train.main([str(world.recipe("doubled", clip=0.01))]) == 0
+    assert main([str(world.recipe("doubled", clip=0.01))]) == 0
     assert apart(one, two) < 1e-3
     with pytest.raises(AssertionError, match="grad_norm"):
         same(one, two)
@@ -268,7 +268,7 @@ def test_processes_without_rows_measure_and_draw_as_one(
 
     Planted faults: each goes by its own measurements; noise by the row's place in its process.
     """
-    assert train.main([str(world.recipe("moving", **MOVING))]) == 0
+    assert main([str(world.recipe("moving", **MOVING))]) == 0
     switched = [m["step"] for m in metrics(world.folder("moving")) if m["kind"] == "switch"]
     assert 2 < switched[0] < STEPS
     faults = {"alone": training.measures_alone, "numbers": training.numbers_its_own_rows}
@@ -276,7 +276,7 @@ def test_processes_without_rows_measure_and_draw_as_one(
         path = str(world.recipe(name, **MOVING))
         with monkeypatch.context() as patch:
             training.stop_after(patch, 2)
-            assert train.main([path]) == loop.STOPPED
+            assert main([path]) == loop.STOPPED
         three = training.launch(training.train_together, 3, tmp_path / name, [path], before)
         assert ended(three) == [0, 0, 0], (tmp_path / f"{name}.0").read_text()
     same(world.folder("moving"), world.folder("together"))
@@ -289,7 +289,7 @@ def test_processes_without_rows_measure_and_draw_as_one(
 def test_a_cache_that_another_run_fills_is_told_by_all(world: World, tmp_path: Path) -> None:
     """In one line each: the others wait where the main process gave up."""
     path = str(world.recipe("cached", steps=1, feature_cache="1GB"))
-    assert train.main([path]) == 0
+    assert main([path]) == 0
     (shard,) = (world.samples / cache.FOLDER).glob("*/*.safetensors")
     shard.unlink()
     shutil.rmtree(world.folder("cached"))

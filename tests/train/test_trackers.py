@@ -21,10 +21,10 @@ pytest.importorskip("datasets")
 
 import training
 from draftsmith.drafters.target.target import Target
-from draftsmith.train import __main__ as train
 from draftsmith.train import loop, trackers
 from draftsmith.train.checkpoint import read_metrics
 from draftsmith.train.recipe import load
+from draftsmith.train.run import main
 from training import World
 
 DEPTHS, K = 2, 3
@@ -77,7 +77,7 @@ def test_tensorboard_holds_the_log(world: World, monkeypatch: pytest.MonkeyPatch
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    assert train.main([str(recipe(world, "board", "tensorboard"))]) == 0
+    assert main([str(recipe(world, "board", "tensorboard"))]) == 0
     run = world.folder("board")
     events = EventAccumulator(str(run / trackers.PROJECT))
     events.Reload()
@@ -92,7 +92,7 @@ def test_tensorboard_holds_the_log(world: World, monkeypatch: pytest.MonkeyPatch
     assert {key for key, _ in found} <= documented()
     for key, value in wanted.items():
         torch.testing.assert_close(found[key], float(value), rtol=1e-5, atol=1e-6)
-    assert train.main([str(recipe(world, "board", "none"))]) == 0, "the folder is still the run's"
+    assert main([str(recipe(world, "board", "none"))]) == 0, "the folder is still the run's"
 
 
 @pytest.mark.slow
@@ -122,7 +122,7 @@ def test_absent(
         importlib.util, "find_spec", lambda n, *a: None if n == name else find(n, *a)
     )
     monkeypatch.setattr(Target, "load", _never)
-    assert train.main([str(recipe(world, f"no-{name}", name))]) == 2
+    assert main([str(recipe(world, f"no-{name}", name))]) == 2
     said = capsys.readouterr().err.strip()
     assert (
         "\n" not in said and said.startswith("error: tracker: ") and f"pip install {name}" in said
@@ -143,7 +143,7 @@ def test_wandb_without_a_login(
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(login=login, Error=Error))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(Target, "load", _never)
-    assert train.main([str(recipe(world, "no-login", "wandb"))]) == 2
+    assert main([str(recipe(world, "no-login", "wandb"))]) == 2
     said = capsys.readouterr().err.strip()
     assert "\n" not in said and "(no-tty)" in said and "WANDB_MODE=offline" in said
 
@@ -169,7 +169,7 @@ def test_a_stopped_run_closes_its_trackers(world: World, monkeypatch: pytest.Mon
     ends: list[int] = []
     monkeypatch.setattr(Accelerator, "end_training", lambda self: ends.append(len(self.trackers)))
     training.stop_after(monkeypatch, 2)
-    assert train.main([str(recipe(world, "stopped", "tensorboard"))]) == loop.STOPPED
+    assert main([str(recipe(world, "stopped", "tensorboard"))]) == loop.STOPPED
     assert ends == [1]
 
 

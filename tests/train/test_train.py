@@ -33,12 +33,13 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance.replay import Replay, tables
 from draftsmith.eval.servers.agreement import walk
-from draftsmith.train import __main__ as train
-from draftsmith.train import checkpoint, learner, loop
+from draftsmith.train import checkpoint, learner, loop, recipe
 from draftsmith.train.learner import Learner
 from draftsmith.train.loop import Run
 from draftsmith.train.objective.weights import Sums
+from draftsmith.train.run import main
 from draftsmith.train.samples.packing import Cursor, Stream
+from draftsmith.train.samples.samples import Samples
 from training import World, differences, metrics
 
 STEPS = 9
@@ -53,7 +54,7 @@ def trained(world: World, name: str, drafter: str = "eagle", **changes: Any) -> 
     """Runs a recipe to its end in this process, once: the run's folder."""
     folder = world.folder(name)
     if not folder.exists():
-        assert train.main([str(world.recipe(name, drafter, **changes))]) == 0
+        assert main([str(world.recipe(name, drafter, **changes))]) == 0
     return folder
 
 
@@ -112,8 +113,8 @@ def test_the_best_checkpoint_serves_what_was_measured(
     run = trained(world, "long-eagle", steps=24, save_every=8)
     target = Target.load(str(world.target))
     drafter = storage.load(run / "best", target)
-    chosen = train.recipe.load(run / "recipe.yaml")
-    made = Learner(chosen, target, train.Samples.open(world.samples, target), _accelerator())
+    chosen = recipe.load(run / "recipe.yaml")
+    made = Learner(chosen, target, Samples.open(world.samples, target), _accelerator())
     made.drafter = drafter
     again = Run(made)
     again._evaluate()
@@ -140,12 +141,12 @@ def test_a_full_disk(world: World, capsys: pytest.CaptureFixture[str], cut: str)
     path, folder = world.recipe(f"full-{cut}", **changes), world.folder(f"full-{cut}")
     capsys.readouterr()
     with largest_file((whole / "checkpoint-2" / cut).stat().st_size - 1):
-        assert train.main([str(path)]) == 2
+        assert main([str(path)]) == 2
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert said.startswith(f"error: {folder / 'checkpoint-2'}: cannot be written")
     assert "run the same command again" in said
     assert not checkpoint.steps(folder) and not list(folder.glob(".writing-*"))
-    assert train.main([str(path)]) == 0
+    assert main([str(path)]) == 0
     assert differences(whole, folder, 4) == []
 
 
@@ -199,8 +200,8 @@ def test_best_is_chosen_by_tau(world: World, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_recipe_is_kept_with_the_run(world: World) -> None:
     run = trained(world, "short-eagle")
-    read = train.recipe.load(run / "recipe.yaml")
-    assert read == train.recipe.load(world.root / "short-eagle.yaml")
+    read = recipe.load(run / "recipe.yaml")
+    assert read == recipe.load(world.root / "short-eagle.yaml")
     assert yaml.safe_load((run / "recipe.yaml").read_text())["decay"] == 0.8, "defaults are there"
 
 
@@ -216,8 +217,8 @@ def test_the_target_is_never_trained(world: World) -> None:
     """Shared embeddings are the target's own tensors: an optimizer must not reach them."""
     target = Target.load(str(world.target))
     before = {n: p.clone() for n, p in target.named_parameters()}
-    chosen = train.recipe.load(world.recipe("frozen", "small", steps=2))
-    samples = train.Samples.open(world.samples, target)
+    chosen = recipe.load(world.recipe("frozen", "small", steps=2))
+    samples = Samples.open(world.samples, target)
     made = Learner(chosen, target, samples, _accelerator())
     with checkpoint.claimed(chosen):
         assert Run(made).run() == 0
@@ -264,7 +265,7 @@ def test_noise_goes_by_the_row(world: World, monkeypatch: pytest.MonkeyPatch) ->
 def test_tokens_learned_are_counted(world: World) -> None:
     """Positions with a token to predict behind them, whatever they weigh; by hand."""
     target = Target.load(str(world.target))
-    samples = train.Samples.open(world.samples, target, audit=0)
+    samples = Samples.open(world.samples, target, audit=0)
     learn, _ = samples.split(5, 0)
     rows, _ = Stream(samples, learn, 64, 0).take(Cursor(), 8)
     wanted = 0
@@ -284,8 +285,8 @@ def test_heldout_texts_are_read_batch_by_batch(
 ) -> None:
     """No batch's states are alive when the next one is read."""
     target = Target.load(str(world.target))
-    chosen = train.recipe.load(world.recipe("batches", heldout=9))
-    samples = train.Samples.open(world.samples, target, audit=0)
+    chosen = recipe.load(world.recipe("batches", heldout=9))
+    samples = Samples.open(world.samples, target, audit=0)
     run = Run(Learner(chosen, target, samples, _accelerator()))
     read, seen = Target.read, []
 
@@ -318,10 +319,10 @@ def test_resume_is_bit_exact(
     path = world.recipe(name, drafter)
     with monkeypatch.context() as patch:
         training.stop_after(patch, step)
-        assert train.main([str(path)]) == (0 if step == STEPS else loop.STOPPED)
+        assert main([str(path)]) == (0 if step == STEPS else loop.STOPPED)
     run = world.folder(name)
     assert checkpoint.steps(run)[-1] == step
-    assert train.main([str(path)]) == 0
+    assert main([str(path)]) == 0
     assert differences(whole, run, STEPS) == []
     assert os.readlink(whole / "best") == os.readlink(run / "best")
 
@@ -343,7 +344,7 @@ def test_a_state_that_is_not_restored_is_noticed(
     path = world.recipe(name)
     with monkeypatch.context() as patch:
         training.stop_after(patch, 5)
-        assert train.main([str(path)]) == loop.STOPPED
+        assert main([str(path)]) == loop.STOPPED
     restore = checkpoint.restore
 
     def forgetful(folder: Path, step: int) -> dict[str, Any]:
@@ -361,7 +362,7 @@ def test_a_state_that_is_not_restored_is_noticed(
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "restore", forgetful)
-        assert train.main([str(path)]) == 0
+        assert main([str(path)]) == 0
     assert differences(whole, world.folder(name), STEPS)
 
 
@@ -378,7 +379,7 @@ def test_a_finished_run_says_so(world: World, capsys: pytest.CaptureFixture[str]
     run = trained(world, "short-eagle")
     before = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.name != ".lock"}
     capsys.readouterr()
-    assert train.main([str(world.root / "short-eagle.yaml")]) == 0
+    assert main([str(world.root / "short-eagle.yaml")]) == 0
     said = capsys.readouterr().err
     assert "finished" in said and "best" in said
     after = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.name != ".lock"}
@@ -410,7 +411,7 @@ def test_sigterm_saves_and_exits_143(world: World) -> None:
     run = world.folder("terminated")
     done = checkpoint.steps(run)
     assert said[-1].startswith(f"stopped at step {done[-1]}") and 3 <= done[-1] < STEPS
-    assert train.main([str(path)]) == 0
+    assert main([str(path)]) == 0
     assert differences(whole, run, STEPS) == []
 
 
@@ -421,19 +422,19 @@ def test_resume_continues_another_place(
     path = world.recipe("moved")
     with monkeypatch.context() as patch:
         training.stop_after(patch, 2)
-        assert train.main([str(path)]) == loop.STOPPED
+        assert main([str(path)]) == loop.STOPPED
     for change in ("lr=0.1", "depths=2", "seed=3", "taps=[1]", "steps=20"):
         capsys.readouterr()
-        assert train.main([str(path), change]) == 2
+        assert main([str(path), change]) == 2
         assert change.split("=")[0] in capsys.readouterr().err
-    assert train.main([str(path), "log_every=2"]) == 0
+    assert main([str(path), "log_every=2"]) == 0
 
 
 def test_one_process_a_run(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     """Two terminals, one command: the second would tear the first one's checkpoints."""
     path = world.recipe("twice")
-    with checkpoint.claimed(train.recipe.load(path)):
-        assert train.main([str(path)]) == 2
+    with checkpoint.claimed(recipe.load(path)):
+        assert main([str(path)]) == 2
     said = capsys.readouterr().err.strip()
     assert "\n" not in said and "another process" in said and str(world.folder("twice")) in said
 

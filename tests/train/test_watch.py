@@ -19,13 +19,13 @@ from draftsmith.drafters import foreign
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, watch
 from draftsmith.train.data.hub import read_prompts
 from draftsmith.train.journal import Journal
 from draftsmith.train.learner import Learner
 from draftsmith.train.loop import Run
 from draftsmith.train.recipe import load
+from draftsmith.train.run import main
 from draftsmith.train.samples.answer import Samples, generate
 from training import World, differences, metrics
 
@@ -37,7 +37,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 def error(capsys: pytest.CaptureFixture[str], path: Path) -> str:
     """The one line that a run of a recipe ends with."""
-    assert train.main([str(path)]) == 2
+    assert main([str(path)]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
     return lines[0]
@@ -89,7 +89,7 @@ def test_curriculum_is_logged_and_resumes(
     world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Both switches stand in the log; a run stopped between goes on bit for bit."""
-    assert train.main([str(world.recipe("whole", **CURRICULUM))]) == 0
+    assert main([str(world.recipe("whole", **CURRICULUM))]) == 0
     said = capsys.readouterr().err
     assert ": lk from here on" in said and ": replay_alpha from here on" in said
     switches = [m for m in metrics(world.folder("whole")) if m["kind"] == "switch"]
@@ -97,16 +97,16 @@ def test_curriculum_is_logged_and_resumes(
     path = world.recipe("parts", **CURRICULUM)
     with monkeypatch.context() as patch:
         training.stop_after(patch, 5)
-        assert train.main([str(path)]) == 143
-    assert train.main([str(path)]) == 0
+        assert main([str(path)]) == 143
+    assert main([str(path)]) == 0
     assert not differences(world.folder("whole"), world.folder("parts"), 8)
 
 
 def test_start_from_a_drafter(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     """A run with `start` begins with those weights, and refuses other settings."""
-    assert train.main([str(world.recipe("base", steps=4))]) == 0
+    assert main([str(world.recipe("base", steps=4))]) == 0
     best = world.folder("base") / "best"
-    assert train.main([str(world.recipe("branch", steps=1, start=str(best)))]) == 0
+    assert main([str(world.recipe("branch", steps=1, start=str(best)))]) == 0
     taus = {
         name: [m["tau"] for m in metrics(world.folder(name)) if m["kind"] == "replay"]
         for name in ("base", "branch")
@@ -123,7 +123,7 @@ def check_masters(world: World, drafter: str, lora: int | None) -> None:
     a step that bf16 would round away moves it; the target stays as it is."""
     name = f"masters-{drafter}"
     if not world.folder(name).exists():
-        assert train.main([str(world.recipe(name, drafter, steps=1))]) == 0
+        assert main([str(world.recipe(name, drafter, steps=1))]) == 0
     best = world.folder(name) / "best"
     path = world.recipe("tuned", drafter, start=str(best), lora=lora, lr=1e-6, warmup=0)
     target = Target.load(str(world.target), dtype=torch.bfloat16)
@@ -224,7 +224,7 @@ def test_unmoved_parameters_and_norms(
 
     monkeypatch.setattr(torch.nn.Linear, "forward", cut)
     monkeypatch.setattr(Learner, "__init__", made)
-    assert train.main([str(world.recipe("still", steps=3, log_every=1))]) == 0
+    assert main([str(world.recipe("still", steps=3, log_every=1))]) == 0
     assert "warning: never moved so far: mlp.gate_proj.weight" in capsys.readouterr().err
     for line in metrics(world.folder("still")):
         if line["kind"] == "train":
@@ -247,14 +247,14 @@ def test_early_stop(
 
     monkeypatch.setattr(Journal, "write", falling)
     path = world.recipe("early", steps=8, save_every=1, log_every=1, patience=2)
-    assert train.main([str(path)]) == 0
+    assert main([str(path)]) == 0
     assert "replay tau fell from 1.300 to 1.100 over 2 replays while the loss went from" in (
         capsys.readouterr().err
     )
     folder = world.folder("early")
     assert checkpoint.steps(folder)[-1] == 3
     assert (folder / "best").resolve().name == "checkpoint-1"
-    assert train.main([str(path)]) == 0
+    assert main([str(path)]) == 0
     assert checkpoint.steps(folder)[-1] == 3
 
 
@@ -270,11 +270,11 @@ def test_a_deleted_checkpoint_is_forgotten(world: World, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Journal, "write", planted)
     path = world.recipe("deleted", steps=4, save_every=1, patience=2)
-    assert train.main([str(path)]) == 0
+    assert main([str(path)]) == 0
     folder = world.folder("deleted")
     assert checkpoint.steps(folder) == [1, 2, 3]
     shutil.rmtree(folder / "checkpoint-3")  # it ended the run
-    assert train.main([str(path)]) == 0
+    assert main([str(path)]) == 0
     assert checkpoint.steps(folder) == [1, 2, 3, 4]
     assert (folder / "best").resolve().name == "checkpoint-3"
     for step in (3, 4):

@@ -22,7 +22,7 @@ from draftsmith.drafters.target.causal_lm import CausalLM
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocab import VocabMap
 from draftsmith.eval.decoder.loop import Decoder
-from draftsmith.train import __main__ as train
+from draftsmith.train.run import main
 from training import World, differences
 
 APART = {
@@ -58,9 +58,9 @@ def test_features_head_and_text_are_the_same(world: World) -> None:
 def test_training_reads_it(world: World) -> None:
     """The same weights, bit for bit; where the target lies is no part of what a run is."""
     for name, where in (("whole", None), ("apart", APART)):
-        assert train.main([str(world.recipe(name, steps=3, device_map=where))]) == 0
+        assert main([str(world.recipe(name, steps=3, device_map=where))]) == 0
     assert differences(world.folder("whole"), world.folder("apart"), 3) == []
-    assert train.main([str(world.recipe("apart", steps=3, device_map="auto"))]) == 0
+    assert main([str(world.recipe("apart", steps=3, device_map="auto"))]) == 0
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_shared_weights_need_a_device(
     world: World, capsys: pytest.CaptureFixture[str], place: dict[str, str], words: str
 ) -> None:
     path = world.recipe("small", "small", device_map=APART | place)
-    assert train.main([str(path)]) == 2
+    assert main([str(path)]) == 2
     said = capsys.readouterr().err.strip().splitlines()
     assert words in said[-1]
 

@@ -27,7 +27,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance import static_tree
 from draftsmith.eval.acceptance.static_tree import best_tree, calibrate, hit_rates
 from draftsmith.recipes import cli
-from draftsmith.train import __main__ as train
+from draftsmith.train.run import main
 from reference_heads import head_logits
 from training import World
 
@@ -119,7 +119,7 @@ def test_eval_with_a_static_tree(
 ) -> None:
     """From the command line: chosen on the run's held-out conversations, decoded, in parity."""
     world = World(tmp_path)
-    assert train.main([str(world.recipe("run", "medusa"))]) == 0
+    assert main([str(world.recipe("run", "medusa"))]) == 0
     best = world.folder("run") / "best"
     words = [best, "--prompts", world.prompts, "--limit", 4, "--max-new-tokens", 16, "--k", 3]
     capsys.readouterr()

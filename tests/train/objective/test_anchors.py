@@ -21,12 +21,12 @@ from draftsmith.drafters import batch as batch_module
 from draftsmith.drafters.batch import Alignment, Batch, align
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.train import __main__ as train
 from draftsmith.train.learner import Learner
 from draftsmith.train.objective.objective import Objective, backward, denominator, lesson
 from draftsmith.train.objective.weights import DepthWeights
 from draftsmith.train.plan import plan
 from draftsmith.train.recipe import load, parse
+from draftsmith.train.run import main
 from objectives import ROWS, K, drafter, noise, packed, texts
 from training import World
 
@@ -185,7 +185,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def trained(world: World, name: str, drafter: str = "eagle", **changes: Any) -> Path:
     keys = {"anchors": 4, "rows": 1, "accumulation": 4, "warmup": 0} | changes
     path = world.recipe(name, drafter, **keys)
-    assert train.main([str(path)]) == 0
+    assert main([str(path)]) == 0
     return world.folder(name)
 
 

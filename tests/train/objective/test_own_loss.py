@@ -25,9 +25,9 @@ from draftsmith.drafters.batch import Alignment, Batch, align
 from draftsmith.drafters.eagle import Eagle, EagleConfig
 from draftsmith.drafters.eagle1 import Eagle1, Eagle1Config
 from draftsmith.drafters.errors import UserError
-from draftsmith.train import __main__ as train
 from draftsmith.train.objective.objective import Objective, backward, denominator
 from draftsmith.train.recipe import parse
+from draftsmith.train.run import main
 from draftsmith.train.start import new_drafter
 from objectives import K, packed
 from training import World
@@ -151,12 +151,12 @@ def test_a_run_of_before_goes_on(world: World) -> None:
     for drafter, changes in (("eagle", {}), ("eagle1", {"regression": 0})):
         name = f"old-{drafter}"
         path = world.recipe(name, drafter, steps=2, save_every=1, **changes)
-        assert train.main([str(path)]) == 0
+        assert main([str(path)]) == 0
         stored = world.folder(name) / "recipe.yaml"
         flat = yaml.safe_load(stored.read_text())
         assert flat.get("regression", 0) == 0
         stored.write_text(yaml.safe_dump(flat | {"regression": 0.0}))
-        assert train.main([str(path)]) == 0
+        assert main([str(path)]) == 0
 
 
 def test_a_checkpoint_does_not_hold_it(world: World, tmp_path: Path) -> None:

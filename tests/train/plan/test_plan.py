@@ -25,13 +25,13 @@ from draftsmith.drafters.base import family
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.evaluate import count_parameters
-from draftsmith.train import __main__ as train
 from draftsmith.train import checkpoint, recipe
 from draftsmith.train.learner import Learner
 from draftsmith.train.lora import Lora
 from draftsmith.train.medusa2 import Medusa2
 from draftsmith.train.plan import cost, outline, plan
 from draftsmith.train.plan.pace import Pace
+from draftsmith.train.run import main
 from draftsmith.train.samples import packing
 from draftsmith.train.samples.answer import Samples
 from draftsmith.train.samples.packing import Cursor
@@ -302,7 +302,7 @@ def test_disk_and_tokens(world: World, drafter: str, changes: dict[str, Any]) ->
     name = "-".join(["made", drafter, *changes])
     path = world.recipe(name, drafter, **changes)
     made = plan.plan(recipe.load(path))
-    assert train.main([str(path)]) == 0
+    assert main([str(path)]) == 0
     run = world.folder(name)
     files = [f for f in run.glob("checkpoint-*/*") if f.suffix in (".safetensors", ".pt")]
     size = sum(f.stat().st_size for f in files)
@@ -396,7 +396,7 @@ def refused(
 ) -> str:
     """What `train` says when it refuses to start: one line, before the target is loaded."""
     monkeypatch.setattr(Target, "load", _never)
-    assert train.main([str(world.recipe(name))]) == 2
+    assert main([str(world.recipe(name))]) == 2
     said = capsys.readouterr().err.strip()
     assert "\n" not in said and said.startswith("error: ")
     return said
@@ -409,7 +409,7 @@ def test_prompts_are_read_once(
     monkeypatch.setattr(outline, "read_suite", _never)
     monkeypatch.setattr(plan, "_free_memory", lambda *asked: 0)
     path = world.recipe("once", samples=None, prompts=str(world.prompts))
-    assert train.main([str(path)]) == 2
+    assert main([str(path)]) == 2
     assert "recipe once: needs about" in capsys.readouterr().err
 
 

@@ -31,9 +31,9 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.causal_lm import CausalLM
 from draftsmith.drafters.target.target import Target
-from draftsmith.train import __main__ as train
 from draftsmith.train import recipe
 from draftsmith.train.data.prompts import Prompt
+from draftsmith.train.run import main
 from draftsmith.train.samples.answer import Samples, generate
 from draftsmith.train.samples.packing import Cursor, Stream, collate
 from draftsmith.train.states import cache as features
@@ -133,7 +133,7 @@ def test_states_planted(samples: tuple[Target, Samples], fault: str, dim: int) -
 def losses(world: World, name: str, drafter: str, **changes: Any) -> list[float]:
     folder = world.folder(name)
     if not folder.exists():
-        assert train.main([str(world.recipe(name, drafter, **changes))]) == 0
+        assert main([str(world.recipe(name, drafter, **changes))]) == 0
     lines = [m for m in metrics(folder) if m["kind"] in ("train", "replay")]
     return [m.get("loss", m.get("tau")) for m in lines]
 
@@ -167,7 +167,7 @@ def test_runs_share_a_cache_and_the_target_rests(
 
     monkeypatch.setattr(Target, "read", counted)
     changes = {"steps": 4, "loss": "tv", "seed": 5, "feature_cache": "1GB"}
-    assert train.main([str(world.recipe("shares", **changes))]) == 0
+    assert main([str(world.recipe("shares", **changes))]) == 0
     audit_and_replay = 1 + 2 * 2  # 16 texts at most; at steps 0 and 4, 5 texts in two batches
     assert len(seen) == audit_and_replay + features.RECOMPUTED
 
@@ -386,8 +386,8 @@ def test_killed_while_it_is_filled(world: World) -> None:
 def test_the_budget_may_be_raised(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     """As its refusal says to; but whether states are stored decides their rounding."""
     path = str(world.recipe("budget", steps=1, feature_cache="1GB"))
-    assert train.main([path]) == 0 and train.main([path, "feature_cache=2GB"]) == 0
-    assert train.main([path, "feature_cache=null"]) == 2
+    assert main([path]) == 0 and main([path, "feature_cache=2GB"]) == 0
+    assert main([path, "feature_cache=null"]) == 2
     assert "holds another run (feature_cache: set there, None here)" in capsys.readouterr().err
 
 
@@ -395,7 +395,7 @@ def test_beyond_the_budget(world: World, capsys: pytest.CaptureFixture[str]) -> 
     """Told by the plan, before the target is loaded; in one line, with the size."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Target, "load", lambda *a, **k: pytest.fail("a model was loaded"))
-        assert train.main([str(world.recipe("small-budget", feature_cache="100KB"))]) == 2
+        assert main([str(world.recipe("small-budget", feature_cache="100KB"))]) == 2
     said = capsys.readouterr().err.strip()
     assert "\n" not in said
     assert "feature_cache: 100 KB cannot hold 278 KB of states; raise it, or leave" in said

@@ -34,13 +34,14 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance.replay import moments, replay
 from draftsmith.train import checkpoint, recipe
 from draftsmith.train.data.chat_template import encode
-from draftsmith.train.data.hub import read_prompts
 from draftsmith.train.data.prompts import Prompt
+from draftsmith.train.data.sources import read_prompts
 from draftsmith.train.learner import Learner
 from draftsmith.train.loop import Run
 from draftsmith.train.run import main as train
-from draftsmith.train.samples.answer import Samples, generate
+from draftsmith.train.samples.generate import generate
 from draftsmith.train.samples.packing import collate
+from draftsmith.train.samples.samples import Samples
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402

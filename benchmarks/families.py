@@ -28,7 +28,7 @@ from draftsmith.recipes.compare_page import markdown
 from draftsmith.train import checkpoint, recipe
 from draftsmith.train.learner import Learner
 from draftsmith.train.loop import Run
-from draftsmith.train.samples.answer import Samples
+from draftsmith.train.samples.samples import Samples
 
 STEPS = 300
 # Name -> (recipe, what is changed in it).

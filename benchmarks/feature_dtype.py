@@ -24,8 +24,8 @@ from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance.replay import replay
 from draftsmith.train import recipe
-from draftsmith.train.samples.answer import Samples
 from draftsmith.train.samples.packing import collate
+from draftsmith.train.samples.samples import Samples
 
 Store = Callable[[Tensor], Tensor]
 

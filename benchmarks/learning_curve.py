@@ -27,8 +27,8 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance.replay import replay
 from draftsmith.train.checkpoint import read_metrics
 from draftsmith.train.recipe import Recipe, load
-from draftsmith.train.samples.answer import Samples
 from draftsmith.train.samples.packing import collate
+from draftsmith.train.samples.samples import Samples
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402

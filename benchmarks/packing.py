@@ -26,8 +26,8 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.objective.objective import Objective, backward, denominator
 from draftsmith.train.objective.weights import DepthWeights
-from draftsmith.train.samples.answer import Samples
 from draftsmith.train.samples.packing import Cursor, Stream, collate
+from draftsmith.train.samples.samples import Samples
 
 DEPTHS, ROWS, CHUNK, SEED, REPEATS = 3, 2, 1024, 0, 3
 KINDS = ("packed", "padded", "padded, sorted by length")

@@ -19,13 +19,13 @@ from common import HERE, cell, data, markdown
 
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.data.chat_template import encode
-from draftsmith.train.data.hub import read_prompts
 from draftsmith.train.data.prompts import Prompt
-from draftsmith.train.samples.answer import Samples
+from draftsmith.train.data.sources import read_prompts
 from draftsmith.train.samples.packing import Cursor, Stream, buckets
+from draftsmith.train.samples.samples import Samples
 
 SETS = ("spec_bench.jsonl", "gsm8k.jsonl", "humaneval.jsonl", "mbpp.jsonl")
-WINDOW = 8  # batches of conversations under way, as in train/samples/answer.py
+WINDOW = 8  # batches of conversations under way, as in train/samples/answers.py
 
 
 def padding(batches: Sequence[Sequence[int]]) -> float:

@@ -22,7 +22,7 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.evaluate import evaluate
 from draftsmith.train.data.chat_template import encode
-from draftsmith.train.data.hub import read_prompts
+from draftsmith.train.data.sources import read_prompts
 
 K, TOKENS, PROMPTS, SEED = 4, 64, 8, 0
 

@@ -26,7 +26,7 @@ from draftsmith.eval.acceptance.replay import replay
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.evaluate import read_texts
 from draftsmith.train.data.chat_template import encode
-from draftsmith.train.data.hub import read_prompts
+from draftsmith.train.data.sources import read_prompts
 
 K, TOKENS, PROMPTS, SEED = 4, 128, 8, 0
 

@@ -7,7 +7,7 @@ same recipe and steps, each replayed at T=1 and T=0 on the target's answers to r
 prompts:
 
     real       draftsmith's own prompts, answered by the target
-    self       prompts that the target wrote itself (train/data/self_prompt.py), answered by it
+    self       prompts that the target wrote itself (train/samples/self_prompt.py), answered by it
     mixed      half of each
     foreign    the conversations of --foreign with the answers they came with (without: left out)
 
@@ -35,16 +35,16 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance.replay import replay
 from draftsmith.train import checkpoint, recipe
 from draftsmith.train.data.chat_template import encode
-from draftsmith.train.data.hub import Reading, read_prompts
-from draftsmith.train.data.imported import import_given
 from draftsmith.train.data.prompts import Prompt, product_prompts
-from draftsmith.train.data.self_prompt import write_prompts
-from draftsmith.train.data.sources import spread
+from draftsmith.train.data.sources import Reading, balanced, read_prompts
 from draftsmith.train.learner import Learner
 from draftsmith.train.loop import Run
 from draftsmith.train.samples import store
-from draftsmith.train.samples.answer import Samples, generate
+from draftsmith.train.samples.generate import generate
+from draftsmith.train.samples.importing import import_given
 from draftsmith.train.samples.packing import collate
+from draftsmith.train.samples.samples import Samples
+from draftsmith.train.samples.self_prompt import write_prompts
 
 K, NEW_TOKENS, HELD, LONGEST = 4, 128, 48, 300
 FILES = ("spec_bench", "gsm8k", "humaneval", "mbpp")  # held out; none stands in the training data
@@ -60,7 +60,7 @@ def target() -> Target:
 def prompts(kind: str, count: int, folder: Path) -> list[Prompt]:
     """`count` prompts of a kind, fewer where there are not so many."""
     if kind == "real":
-        return spread(product_prompts("train"), count)
+        return balanced(product_prompts("train"), count)
     file = folder / "own.jsonl"
     if not file.exists():
         print(write_prompts(file, target(), 3 * count // 2, Sampler(), seed=1), file=sys.stderr)

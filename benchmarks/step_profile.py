@@ -35,7 +35,7 @@ from draftsmith.eval.overlap import row_stats
 from draftsmith.train import recipe
 from draftsmith.train.learner import Learner
 from draftsmith.train.objective import objective
-from draftsmith.train.samples.answer import Samples
+from draftsmith.train.samples.samples import Samples
 
 STEPS = 8
 PARTS = [

@@ -153,8 +153,8 @@ def _calibrated(
     """The best static tree of the policy's depth and nodes. Raises UserError as samples do."""
     from draftsmith.eval.acceptance.static_tree import calibrate
     from draftsmith.recipes.shared import samples_of
-    from draftsmith.train.samples.answer import Samples
     from draftsmith.train.samples.packing import alone, collate
+    from draftsmith.train.samples.samples import Samples
 
     samples = Samples.open(samples_of(run, recipe), target, audit=0)
     _, heldout = samples.split(recipe.heldout, recipe.seed)

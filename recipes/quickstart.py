@@ -28,10 +28,10 @@ from draftsmith.recipes.commands import Compare
 from draftsmith.recipes.compare import compare
 from draftsmith.train import recipe
 from draftsmith.train.data.prompts import product_prompts
-from draftsmith.train.data.sources import spread
+from draftsmith.train.data.sources import balanced
 from draftsmith.train.progress import clock
 from draftsmith.train.run import run
-from draftsmith.train.samples.answer import generate
+from draftsmith.train.samples.generate import generate
 
 STAGES = (
     "the target answers prompts",
@@ -84,7 +84,7 @@ def quickstart(folder: Path, demo: Demo | None = None) -> int:
     with _stage(1):
         samples = generate(
             target,
-            spread(product_prompts("train"), demo.prompts),
+            balanced(product_prompts("train"), demo.prompts),
             Sampler(demo.temperature),
             demo.max_new_tokens,
             folder / "samples",

@@ -78,13 +78,12 @@ def sample(
     from draftsmith.drafters.target.target import Target
     from draftsmith.recipes import show as shown
     from draftsmith.train.data.endpoint import Endpoint, identify
-    from draftsmith.train.data.hub import Reading, with_template
-    from draftsmith.train.data.imported import import_answers, import_given
     from draftsmith.train.data.prompts import product_prompts
-    from draftsmith.train.data.sources import read_suite
+    from draftsmith.train.data.sources import Reading, read_source, with_template
     from draftsmith.train.processes import check_spread, launched
     from draftsmith.train.samples import store
-    from draftsmith.train.samples.answer import generate
+    from draftsmith.train.samples.generate import generate
+    from draftsmith.train.samples.importing import import_answers, import_given
 
     sampler = Sampler(temperature, top_k, top_p)
     options = {
@@ -112,7 +111,7 @@ def sample(
     lines: list[str] = []  # told once nothing more can be refused, so that a refusal is one line
     chosen = []
     if prompts:
-        chosen = read_suite(prompts, reading, lines.append)
+        chosen = read_source(prompts, reading, lines.append)
     elif not answers:
         chosen = [with_template(p, reading.template) for p in product_prompts("train")]
     if server:

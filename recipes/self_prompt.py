@@ -43,7 +43,7 @@ def self_prompt(
     """Lets the target write its own prompts, from its chat template's user turn."""
     from draftsmith.drafters.sampling import Sampler
     from draftsmith.drafters.target.target import Target
-    from draftsmith.train.data.self_prompt import check, write_prompts
+    from draftsmith.train.samples.self_prompt import check, write_prompts
 
     sampler, settings = Sampler(temperature, top_k, top_p), key_values(template or [])
     kept = [code.strip() for code in languages.split(",") if code.strip()]

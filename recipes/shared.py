@@ -16,7 +16,7 @@ from draftsmith.drafters.errors import UserError, cannot_write
 from draftsmith.drafters.target.shell import Shell
 from draftsmith.train import checkpoint
 from draftsmith.train.data.prompts import Prompt, product_prompts
-from draftsmith.train.data.sources import read_suite, spread
+from draftsmith.train.data.sources import balanced, read_source
 from draftsmith.train.recipe import Recipe, parse
 
 
@@ -25,7 +25,7 @@ def take_prompts(spec: str | None, limit: int) -> list[Prompt]:
 
     Raises UserError.
     """
-    return spread(read_suite(spec) if spec else product_prompts("heldout"), limit)
+    return balanced(read_source(spec) if spec else product_prompts("heldout"), limit)
 
 
 def check_room(longest: int, max_new_tokens: int, target: Shell) -> None:

@@ -14,12 +14,11 @@ from transformers import AutoTokenizer
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.source import resolve
 from draftsmith.drafters.target.target import Target
-from draftsmith.train.data.hub import Reading
+from draftsmith.train.data.chat_template import encode_fitting
 from draftsmith.train.data.masks import given_rows
 from draftsmith.train.data.prompts import Prompt
-from draftsmith.train.data.sources import read_suite
+from draftsmith.train.data.sources import Reading, read_source
 from draftsmith.train.samples import store
-from draftsmith.train.samples.answer import encode_fitting
 from draftsmith.train.samples.samples import Sample, Samples
 
 CONVERSATIONS = 4  # printed, spread over the whole
@@ -38,7 +37,7 @@ def show(path: Path, target: str, reading: Reading, max_new_tokens: int) -> None
         samples, spec = stored(path)
         tokenizer = AutoTokenizer.from_pretrained(resolve(spec, weights=False).path)
     else:
-        prompts = read_suite(str(path), reading, console.print)
+        prompts = read_source(str(path), reading, console.print)
         loaded = Target.load(target)
         samples, tokenizer = asked(prompts, loaded, max_new_tokens, reading.given), loaded.tokenizer
     step = max(1, len(samples) // CONVERSATIONS)

@@ -29,8 +29,8 @@ from draftsmith.train.objective.objective import LOSSES, Objective, backward, de
 from draftsmith.train.objective.weights import Running, Sums
 from draftsmith.train.processes import summed
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.samples.answer import Samples
 from draftsmith.train.samples.packing import Cursor, Stream, alone, collate
+from draftsmith.train.samples.samples import Samples
 from draftsmith.train.start import begin
 from draftsmith.train.states.states import Computed, States
 

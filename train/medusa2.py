@@ -44,7 +44,7 @@ from draftsmith.train.lora import Adapters
 from draftsmith.train.objective.objective import backward
 from draftsmith.train.objective.weights import Sums
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.samples.answer import Samples
+from draftsmith.train.samples.samples import Samples
 from draftsmith.train.states.states import Computed, States
 
 TAPS = ("normed",)  # of Medusa heads

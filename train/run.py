@@ -26,9 +26,8 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.train import checkpoint, lora, recipe, trackers
-from draftsmith.train.data.hub import TRAIN
 from draftsmith.train.data.prompts import Prompt, product_prompts
-from draftsmith.train.data.sources import read_suite
+from draftsmith.train.data.sources import TRAIN, read_source
 from draftsmith.train.learner import Learner
 from draftsmith.train.loop import Run
 from draftsmith.train.medusa2 import Medusa2
@@ -36,7 +35,8 @@ from draftsmith.train.plan import plan
 from draftsmith.train.processes import Ranks, check_spread, launched
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples import store
-from draftsmith.train.samples.answer import Samples, generate
+from draftsmith.train.samples.generate import generate
+from draftsmith.train.samples.samples import Samples
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -123,7 +123,7 @@ def _prompts(chosen: Recipe, tell: Callable[[str], None]) -> list[Prompt] | None
     if chosen.samples is None:
         if not chosen.prompts:
             return product_prompts("train")
-        return read_suite(chosen.prompts, TRAIN, tell)
+        return read_source(chosen.prompts, TRAIN, tell)
     drawn_at = Sampler(**store.read_manifest(Path(chosen.samples))["sampler"])
     if drawn_at != chosen.sampler:
         raise UserError(

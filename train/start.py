@@ -16,9 +16,9 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.shell import Shell
 from draftsmith.train.lora import Lora
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.samples.answer import Samples
 from draftsmith.train.samples.packing import collate
 from draftsmith.train.samples.prior import token_counts
+from draftsmith.train.samples.samples import Samples
 from draftsmith.train.states.states import States
 
 

@@ -34,7 +34,7 @@ from draftsmith.eval.report.sample_text import sample_text
 from draftsmith.eval.speed.clocks import Steadiness
 from draftsmith.recipes import report as recipe_report
 from draftsmith.train.run import main
-from draftsmith.train.samples.answer import Samples
+from draftsmith.train.samples.samples import Samples
 from reports import settings
 from training import World
 from walker import NUMBER, Visible, strangers

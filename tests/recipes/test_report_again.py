@@ -28,11 +28,11 @@ from draftsmith.recipes import cli
 from draftsmith.recipes import report as recipe_report
 from draftsmith.recipes.commands import Report
 from draftsmith.train.data.chat_template import encode
-from draftsmith.train.data.hub import read_prompts
-from draftsmith.train.data.imported import import_answers
 from draftsmith.train.data.prompts import Prompt, asked
+from draftsmith.train.data.sources import read_prompts
 from draftsmith.train.run import main
 from draftsmith.train.samples.heldout import also_trained_on
+from draftsmith.train.samples.importing import import_answers
 from reports import settings
 from training import World
 

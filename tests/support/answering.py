@@ -18,10 +18,11 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.train.data import endpoint
-from draftsmith.train.data import server as served
 from draftsmith.train.data.endpoint import Endpoint
 from draftsmith.train.data.prompts import Prompt, asked
-from draftsmith.train.samples.answer import Samples, generate
+from draftsmith.train.samples import answers
+from draftsmith.train.samples.generate import generate
+from draftsmith.train.samples.samples import Samples
 
 NEW, COUNT = 12, 14
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -32,7 +33,7 @@ def hasten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "FIRST_WAIT", 0.001)
     monkeypatch.setattr(endpoint, "LONGEST_WAIT", 0.01)
     monkeypatch.setattr(endpoint, "PROBE_TIMEOUT", 2.0)
-    monkeypatch.setattr(served, "PART", 3)
+    monkeypatch.setattr(answers, "PART", 3)
 
 
 def questions() -> list[Prompt]:

@@ -31,12 +31,12 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.recipes import card, commands, export
 from draftsmith.train import checkpoint, learner, processes
-from draftsmith.train.data.hub import read_prompts
+from draftsmith.train.data.sources import read_prompts
 from draftsmith.train.learner import Learner
 from draftsmith.train.objective.weights import Sums
 from draftsmith.train.run import main
-from draftsmith.train.samples.answer import generate
-from draftsmith.train.samples.parts import Parts
+from draftsmith.train.samples.generate import generate
+from draftsmith.train.samples.writing import Parts
 from draftsmith.train.states import cache
 
 DRAFTERS: dict[str, dict[str, Any]] = {

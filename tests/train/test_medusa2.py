@@ -34,8 +34,8 @@ from draftsmith.train.loop import Run
 from draftsmith.train.medusa2 import Medusa2
 from draftsmith.train.objective import objective
 from draftsmith.train.run import main
-from draftsmith.train.samples.answer import Sample, Samples
 from draftsmith.train.samples.packing import collate
+from draftsmith.train.samples.samples import Sample, Samples
 from training import World
 
 RANK, STEPS, WEIGHT, DECAY = 4, 8, 0.3, 0.8

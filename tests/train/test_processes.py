@@ -34,8 +34,8 @@ from draftsmith.train import processes as ranks
 from draftsmith.train.processes import Ranks
 from draftsmith.train.run import main
 from draftsmith.train.samples import store as storage
-from draftsmith.train.samples.parts import Parts
 from draftsmith.train.samples.samples import Samples
+from draftsmith.train.samples.writing import Parts
 from draftsmith.train.states import cache
 from training import World, metrics
 

@@ -20,13 +20,14 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.train import checkpoint, watch
-from draftsmith.train.data.hub import read_prompts
+from draftsmith.train.data.sources import read_prompts
 from draftsmith.train.journal import Journal
 from draftsmith.train.learner import Learner
 from draftsmith.train.loop import Run
 from draftsmith.train.recipe import load
 from draftsmith.train.run import main
-from draftsmith.train.samples.answer import Samples, generate
+from draftsmith.train.samples.generate import generate
+from draftsmith.train.samples.samples import Samples
 from training import World, differences, metrics
 
 

@@ -1,1 +1,1 @@
-"""Texts to learn from: prompts, their files and columns, chat templates, servers that answer."""
+"""Texts to learn from: prompts, their files and columns, chat templates, an answering server."""

@@ -14,7 +14,7 @@ from jinja2 import Environment, TemplateError, meta
 
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.shell import Shell
-from draftsmith.train.data.prompts import Prompt, Unusable
+from draftsmith.train.data.prompts import Prompt, Skips, Unusable
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +37,39 @@ def encode(prompts: Sequence[Prompt], target: Shell) -> list[list[int]]:
             out.append(opening(prompt, target))
         except Unusable as error:
             raise UserError(f"prompt {i} ({prompt.shown}): {error}; change or drop it") from None
+    return out
+
+
+def encode_fitting(
+    prompts: Sequence[Prompt], target: Shell, max_new_tokens: int
+) -> list[list[int]]:
+    """Each prompt's token ids up to its first answer; [] for those that cannot be asked.
+
+    They are counted in a warning. Raises UserError where none is left.
+    """
+    check_template(prompts, target)
+    chat = any(p.messages is not None for p in prompts)
+    reads = names_read(target.tokenizer) if chat else set()
+    control = control_tokens(target.tokenizer)
+    out: list[list[int]] = []
+    skipped = Skips()
+    for i, prompt in enumerate(prompts):
+        try:
+            misfit(prompt, target, reads, control)
+            ids = opening(prompt, target)
+            if len(ids) + max_new_tokens > target.max_positions:
+                raise Unusable(
+                    f"too long for the target's {target.max_positions} positions",
+                    f"{len(ids)} tokens and max_new_tokens {max_new_tokens}",
+                )
+            out.append(ids)
+        except Unusable as error:
+            out.append([])
+            skipped.add(error.reason, f"prompt {i}", error.detail or prompt.shown)
+    if len(skipped) == len(prompts):
+        raise UserError(f"prompts: none of {len(prompts)} can be asked: {skipped}")
+    if skipped:
+        log.warning("%d of %d prompts cannot be asked: %s", len(skipped), len(prompts), skipped)
     return out
 
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from draftsmith.drafters.errors import UserError
-from draftsmith.train.samples.store import BROKEN, library
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt", ".parquet")
+BROKEN = (OSError, ValueError, KeyError, TypeError)  # what datasets and pyarrow raise on bad files
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -35,6 +35,16 @@ class Fault:
 
 
 Row = tuple[str, dict[str, Any] | Fault]  # the place within the file, and what stands there
+
+
+def library() -> Any:
+    """The datasets library, quiet. Imported late: it takes seconds."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.disable_caching()  # whose files would lie among a user's samples
+    datasets.utils.logging.set_verbosity_error()
+    return datasets
 
 
 def suffix(path: Path) -> str:

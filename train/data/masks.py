@@ -23,8 +23,7 @@ from draftsmith.train.data.chat_template import (
     names_read,
     rendered,
 )
-from draftsmith.train.data.hub import Skips
-from draftsmith.train.data.prompts import Messages, Prompt, Unusable
+from draftsmith.train.data.prompts import Messages, Prompt, Skips, Unusable
 
 Masked = tuple[list[int], list[bool]]  # token ids, and whether each is learned from
 

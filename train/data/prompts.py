@@ -24,6 +24,26 @@ class Unusable(Exception):
         self.detail = detail
 
 
+class Skips:
+    """What was skipped, counted by its reason; where the first of each stood."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self._first: dict[str, str] = {}
+
+    def add(self, reason: str, where: str, detail: str = "") -> None:
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        self._first.setdefault(reason, where + (f": {detail}" if detail else ""))
+
+    def __len__(self) -> int:
+        return sum(self.counts.values())
+
+    def __str__(self) -> str:
+        """The commonest reasons first, e.g. "3 not JSON (first: line 7)"."""
+        order = sorted(self.counts, key=lambda reason: -self.counts[reason])
+        return ", ".join(f"{self.counts[r]} {r} (first: {self._first[r]})" for r in order)
+
+
 @dataclass(frozen=True)
 class Prompt:
     """What a target is asked: a conversation, token ids, or a text that it continues.

@@ -1,1 +1,1 @@
-"""The target's answers as they are stored: the store, its manifest, packing, audit."""
+"""The target's answers as token ids: made or imported, stored, read again, audited, packed."""

@@ -18,7 +18,7 @@ from draftsmith.eval.report.report import label
 from draftsmith.train.data.chat_template import opening
 from draftsmith.train.data.prompts import Prompt, Unusable
 from draftsmith.train.samples import store
-from draftsmith.train.samples.answer import generate
+from draftsmith.train.samples.generate import generate
 
 
 @dataclass

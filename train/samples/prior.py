@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.drafters.target.shell import Shell
-from draftsmith.train.samples.answer import Samples
 from draftsmith.train.samples.packing import collate
+from draftsmith.train.samples.samples import Samples
 from draftsmith.train.states.states import States
 
 TEXTS = 64  # conversations that the law is averaged over

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.drafters.errors import UserError, cannot_write
+from draftsmith.train.data.files import BROKEN, library
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -31,17 +32,6 @@ _WHOLE = ("samples", "tokens_made", "finish", "content_hash")
 FIELDS = {"writing": _BEGUN, "complete": _BEGUN + _WHOLE}
 COLUMNS = ("ids", "made", "finish", "domain", "key")
 ROOM = "make room, and run the same command again"  # the remedy for a full disk
-BROKEN = (OSError, ValueError, KeyError, TypeError)  # what datasets and pyarrow raise on bad files
-
-
-def library() -> Any:
-    """The datasets library, quiet. Imported late: it takes seconds."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    datasets.disable_caching()  # whose files would lie among a user's samples
-    datasets.utils.logging.set_verbosity_error()
-    return datasets
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -206,6 +196,10 @@ def content_hash(dataset: Any) -> str:
             values.update(numbers.astype(kind).tobytes())
         digests += [lengths.digest(), values.digest()]
     return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:

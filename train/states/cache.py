@@ -38,7 +38,7 @@ from draftsmith.train import checkpoint
 from draftsmith.train.processes import ALONE, Ranks
 from draftsmith.train.progress import CountLine
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.samples import manifest, store
+from draftsmith.train.samples import store
 from draftsmith.train.samples.packing import Cursor, Stream, collate, teaching
 from draftsmith.train.samples.samples import Samples, dtype_name
 from draftsmith.train.states.states import Computed
@@ -109,9 +109,9 @@ class FeatureCache:
             "layers": [*self.stored, "final"],
             "samples": samples.manifest["content_hash"],
             "length": recipe.length,
-            "shards": manifest.digest(self.shards),
+            "shards": store.digest(self.shards),
         }
-        self.digest = manifest.digest(self.about)
+        self.digest = store.digest(self.about)
         self.folder = samples.folder / FOLDER / self.digest[:16]
         self._open = lru_cache(maxsize=_OPEN)(self._opened)
 

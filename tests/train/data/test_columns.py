@@ -15,9 +15,8 @@ import pytest
 
 from draftsmith.drafters.errors import UserError
 from draftsmith.train.data import columns
-from draftsmith.train.data.hub import Reading, prompts_of, read_prompts
 from draftsmith.train.data.prompts import Prompt
-from draftsmith.train.data.sources import read_suite
+from draftsmith.train.data.sources import Reading, prompts_of, read_prompts, read_source
 
 
 def chat(*contents: Any, first: str = "user") -> list[dict[str, Any]]:
@@ -271,7 +270,7 @@ def test_a_file_without_a_usable_row(tmp_path: Path, content: bytes, message: st
     path.write_bytes(content)
     for spec in (path, tmp_path):
         with pytest.raises(UserError) as error:
-            read_suite(str(spec))
+            read_source(str(spec))
         assert message in str(error.value) and str(path) in str(error.value)
         assert "\n" not in str(error.value)
 

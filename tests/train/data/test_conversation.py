@@ -21,13 +21,14 @@ from draftsmith.drafters.target.source import resolve
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder import loop
 from draftsmith.train.data import chat_template
+from draftsmith.train.data.chat_template import encode_fitting
 from draftsmith.train.data.conversation import Conversation
 from draftsmith.train.data.prompts import Prompt, Unusable, asked
-from draftsmith.train.samples import answer as train_samples
-from draftsmith.train.samples.answer import encode_fitting, generate
+from draftsmith.train.samples import answers
+from draftsmith.train.samples.generate import generate
 from draftsmith.train.samples.heldout import answered
-from draftsmith.train.samples.parts import Parts
 from draftsmith.train.samples.samples import Sample, Samples
+from draftsmith.train.samples.writing import Parts
 
 PLAIN = tiny.CHAT
 # As templates drop the thinking of earlier turns; here they put a word before them.
@@ -146,7 +147,7 @@ def in_order(lengths: Sequence[int], size: int) -> list[list[int]]:
 def test_later_turns_are_batched_by_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: batches in the order of the first turn. More padding, the same texts."""
     good = check_padding(tmp_path / "good", monkeypatch)
-    monkeypatch.setattr(train_samples, "buckets", in_order)
+    monkeypatch.setattr(answers, "buckets", in_order)
     with pytest.raises(AssertionError, match=r"assert 0\.2"):
         check_padding(tmp_path / "fault", monkeypatch)
     assert rows(Samples.open(tmp_path / "fault", tiny.talker(), 0)) == rows(good)

@@ -22,10 +22,10 @@ from draftsmith.drafters.target.source import resolve
 from draftsmith.drafters.target.target import Target
 from draftsmith.recipes import show
 from draftsmith.train.data import masks
-from draftsmith.train.data.hub import Reading, read_prompts
-from draftsmith.train.data.imported import import_given
 from draftsmith.train.data.masks import masked
 from draftsmith.train.data.prompts import Prompt, Unusable
+from draftsmith.train.data.sources import Reading, read_prompts
+from draftsmith.train.samples.importing import import_given
 from draftsmith.train.samples.packing import collate
 from draftsmith.train.samples.samples import Sample
 

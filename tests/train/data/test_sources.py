@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from draftsmith.drafters.errors import UserError
-from draftsmith.train.data import hub
-from draftsmith.train.data.hub import TRAIN, Reading
+from draftsmith.train.data import sources
 from draftsmith.train.data.prompts import Prompt, asked
-from draftsmith.train.data.sources import read_suite, spread
+from draftsmith.train.data.sources import TRAIN, Reading, balanced, read_source
 
 
 def write(path: Path, rows: list[Any]) -> Path:
@@ -32,10 +31,10 @@ def test_folder(tmp_path: Path) -> None:
     write(tmp_path / "b.jsonl", [{"turns": ["two", "later"], "category": "math"}])
     (tmp_path / "a.json").write_text(json.dumps([{"prompt": "one"}]))
     (tmp_path / "README.md").write_text("no prompt")
-    found = read_suite(str(tmp_path))
+    found = read_source(str(tmp_path))
     assert texts(found) == ["one", "two"]
     assert [p.domain for p in found] == ["a", "math"]
-    assert texts(read_suite(str(tmp_path / "a.json"))) == ["one"]
+    assert texts(read_source(str(tmp_path / "a.json"))) == ["one"]
 
 
 def test_a_home_that_no_shell_has_filled_in(
@@ -47,15 +46,15 @@ def test_a_home_that_no_shell_has_filled_in(
     write(tmp_path / "set" / "a.jsonl", [{"prompt": "one"}])
     (tmp_path / "mix.yaml").write_text("- source: ~/set/a.jsonl\n")
     for spec in ("~/set/a.jsonl", "~/set", "~/mix.yaml"):
-        assert texts(read_suite(spec)) == ["one"], spec
+        assert texts(read_source(spec)) == ["one"], spec
 
 
 def test_empty_folder_and_no_such_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the folder has no file of .jsonl"):
-        read_suite(str(tmp_path))
+        read_source(str(tmp_path))
     for spec in (str(tmp_path / "none.jsonl"), "none.jsonl", str(tmp_path / "none")):
         with pytest.raises(UserError, match="cannot be read"):
-            read_suite(spec)
+            read_source(spec)
 
 
 # ---------------------------------------------------------------- the hub
@@ -69,7 +68,7 @@ def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", broken)
     with pytest.raises(UserError) as error:
-        read_suite("somebody/prompts")
+        read_source("somebody/prompts")
     assert "the hub cannot be reached (ConnectionError)" in str(error.value)
     assert str(error.value).startswith("prompts somebody/prompts: ")
     assert "\n" not in str(error.value)
@@ -97,7 +96,7 @@ def test_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) 
     spec = as_hub(tmp_path / "set", **rows)
     if place == "hub":  # the same loading, by the name that stands for the folder
         load = datasets.load_dataset
-        monkeypatch.setattr(hub, "_check_reachable", lambda name: None)
+        monkeypatch.setattr(sources, "_check_reachable", lambda name: None)
         monkeypatch.setattr(datasets, "load_dataset", lambda _, *a, at=spec, **k: load(at, *a, **k))
         spec = "somebody/prompts"
     elif place == "saved":
@@ -105,34 +104,34 @@ def test_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) 
         made = {name: datasets.Dataset.from_list(r) for name, r in rows.items()}
         datasets.DatasetDict(made).save_to_disk(spec)
     told: list[str] = []
-    found = read_suite(spec, tell=told.append)
+    found = read_source(spec, tell=told.append)
     assert texts(found) == [f"test {i}" for i in range(3)] and {p.domain for p in found} == {"chat"}
     assert all(len(p.later) == 1 for p in found)
     assert told == [f"prompts {spec}: column prompt, 3 of 3 rows, 6 turns"]
-    assert texts(read_suite(spec, TRAIN)) == [f"train {i}" for i in range(3)]
+    assert texts(read_source(spec, TRAIN)) == [f"train {i}" for i in range(3)]
     named = Reading(split="train", limit=2)
-    assert texts(read_suite(spec, named)) == ["train 0", "train 1"]
+    assert texts(read_source(spec, named)) == ["train 0", "train 1"]
     with pytest.raises(UserError, match="has no split dev; it has train, test"):
-        read_suite(spec, Reading(split="dev"))
+        read_source(spec, Reading(split="dev"))
 
 
 def test_a_data_set_that_asks_nothing(tmp_path: Path) -> None:
     spec = as_hub(tmp_path, train=[{"label": 1, "n": 2}])
     with pytest.raises(UserError) as error:
-        read_suite(spec)
+        read_source(spec)
     assert "1 has no text to ask (first: train row 1: it has label, n)" in str(error.value)
 
 
 def test_data_sets_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(hub, "_check_reachable", lambda name: None)
+    monkeypatch.setattr(sources, "_check_reachable", lambda name: None)
 
     def scripted(*arguments: Any, **how: Any) -> Any:
         raise ValueError("Config name is missing.\nPlease pick one")
 
     monkeypatch.setattr(datasets, "load_dataset", scripted)
     with pytest.raises(UserError, match="cannot be read .Config name is missing. Please pick one"):
-        read_suite("somebody/prompts")
+        read_source("somebody/prompts")
 
 
 # ---------------------------------------------------------------- mixes
@@ -155,14 +154,14 @@ def test_mix(tmp_path: Path) -> None:
         "- {source: math.jsonl, column: task}\n",
     )
     told: list[str] = []
-    found = read_suite(spec, tell=told.append)
+    found = read_source(spec, tell=told.append)
     asked_ = texts(found)
     assert sum(t.startswith("c") for t in asked_) == 30 and len(set(asked_)) == 40
     assert asked_[30:] == [f"m{i}" for i in range(10)]
     assert all(p.template == {"enable_thinking": False} for p in found[:30])
     assert f"mix {spec}: 30 of the 100 prompts of chat.jsonl" in told
     write(tmp_path / "chat.jsonl", chats[::-1])
-    assert set(texts(read_suite(spec))) == set(asked_)
+    assert set(texts(read_source(spec))) == set(asked_)
 
 
 @pytest.mark.parametrize(
@@ -179,19 +178,19 @@ def test_mix(tmp_path: Path) -> None:
 )
 def test_faulty_mix(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(UserError) as error:
-        read_suite(mix(tmp_path, text))
+        read_source(mix(tmp_path, text))
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-# ---------------------------------------------------------------- a part of a suite
+# ---------------------------------------------------------------- a part of a set
 
 
-def test_spread_takes_from_every_domain() -> None:
-    suite = [
+def test_balanced_takes_from_every_domain() -> None:
+    found = [
         asked(f"{d}{i}", d) for d, count in (("a", 5), ("b", 1), ("c", 3)) for i in range(count)
     ]
-    assert texts(spread(suite, 3)) == ["a0", "b0", "c0"]
-    assert texts(spread(suite, 6)) == ["a0", "b0", "c0", "a1", "c1", "a2"]
-    assert sorted(texts(spread(suite, 99))) == texts(suite)
+    assert texts(balanced(found, 3)) == ["a0", "b0", "c0"]
+    assert texts(balanced(found, 6)) == ["a0", "b0", "c0", "a1", "c1", "a2"]
+    assert sorted(texts(balanced(found, 99))) == texts(found)
     same = [asked(str(i), "a") for i in range(4)]
-    assert spread(same, 2) == same[:2]
+    assert balanced(same, 2) == same[:2]

@@ -33,8 +33,8 @@ from draftsmith.train.plan import cost, outline, plan
 from draftsmith.train.plan.pace import Pace
 from draftsmith.train.run import main
 from draftsmith.train.samples import packing
-from draftsmith.train.samples.answer import Samples
 from draftsmith.train.samples.packing import Cursor
+from draftsmith.train.samples.samples import Samples
 from draftsmith.train.states.cache import FeatureCache
 from toys import ToyBlock
 from training import World
@@ -406,7 +406,7 @@ def test_prompts_are_read_once(
     world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the hub they are streamed; and what was skipped is told once."""
-    monkeypatch.setattr(outline, "read_suite", _never)
+    monkeypatch.setattr(outline, "read_source", _never)
     monkeypatch.setattr(plan, "_free_memory", lambda *asked: 0)
     path = world.recipe("once", samples=None, prompts=str(world.prompts))
     assert main([str(path)]) == 2

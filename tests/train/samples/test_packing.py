@@ -13,8 +13,9 @@ from draftsmith.drafters.batch import align
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.train.data.prompts import Prompt
-from draftsmith.train.samples.answer import Samples, generate
+from draftsmith.train.samples.generate import generate
 from draftsmith.train.samples.packing import Cursor, Stream, alone, buckets, collate
+from draftsmith.train.samples.samples import Samples
 
 LENGTH = 40
 

@@ -11,7 +11,7 @@ pytest.importorskip("datasets")
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocab import most_frequent
 from draftsmith.train.samples import prior
-from draftsmith.train.samples.answer import Samples
+from draftsmith.train.samples.samples import Samples
 from draftsmith.train.states.states import Computed
 from training import World
 

@@ -24,11 +24,12 @@ import pytest
 import tiny
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.train.data.imported import import_answers
 from draftsmith.train.data.prompts import Prompt, asked
 from draftsmith.train.samples import store
-from draftsmith.train.samples.answer import Samples, generate
-from draftsmith.train.samples.parts import Parts
+from draftsmith.train.samples.generate import generate
+from draftsmith.train.samples.importing import import_answers
+from draftsmith.train.samples.samples import Samples
+from draftsmith.train.samples.writing import Parts
 
 WARM = Sampler(0.8, 10)
 BATCH, PROMPTS, TOKENS = 3, 11, 8  # four batches
@@ -253,7 +254,7 @@ def test_too_little_memory_names_the_batch(begun: Path, monkeypatch: pytest.Monk
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("draftsmith.train.samples.Decoder.generate", full)
+        patch.setattr("draftsmith.train.samples.answers.Decoder.generate", full)
         with pytest.raises(UserError, match="batch_size: 3 answers at once do not fit"):
             run(begun)
     run(begun)

@@ -20,10 +20,11 @@ from draftsmith.drafters.target.source import Source
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.text import Text
 from draftsmith.train.data.chat_template import encode
-from draftsmith.train.data.imported import import_answers
 from draftsmith.train.data.prompts import Prompt, asked
 from draftsmith.train.samples import store
-from draftsmith.train.samples.answer import Samples, generate
+from draftsmith.train.samples.generate import generate
+from draftsmith.train.samples.importing import import_answers
+from draftsmith.train.samples.samples import Samples
 
 WARM = Sampler(0.8, 10)
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -303,7 +304,7 @@ def test_import(tmp_path: Path) -> None:
 
 
 def test_import_in_several_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftsmith.train.data.imported._PART", 5)
+    monkeypatch.setattr("draftsmith.train.samples.importing._PART", 5)
     content = answers(WARM)
     samples = imported(content, WARM, tmp_path)
     assert [s.ids for s in samples] == [r["prompt_ids"] + r["response_ids"] for r in content]
@@ -457,10 +458,10 @@ def test_audit_reads_a_seeded_few(stored: Path, monkeypatch: pytest.MonkeyPatch)
         seen.append([number for number, _, _ in texts])
         return audit(target, texts, *rest)
 
-    from draftsmith.train.samples import samples as reader
+    from draftsmith.train.samples import samples as samples_module
 
-    audit = reader.audit
-    monkeypatch.setattr(reader, "audit", record)
+    audit = samples_module.audit
+    monkeypatch.setattr(samples_module, "audit", record)
     for count in (5, 5, 100, 0):
         Samples.open(stored, tiny.target(), audit=count)
     assert seen[0] == seen[1] and len(seen[0]) == 5

@@ -34,9 +34,10 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.train import recipe
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.run import main
-from draftsmith.train.samples.answer import Samples, generate
+from draftsmith.train.samples.generate import generate
 from draftsmith.train.samples.packing import Cursor, Stream, collate
-from draftsmith.train.states import cache as features
+from draftsmith.train.samples.samples import Samples
+from draftsmith.train.states import cache as cache_module
 from draftsmith.train.states.cache import FeatureCache, stored_taps
 from training import World, differences, metrics
 
@@ -66,7 +67,7 @@ def samples(
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(features, "SHARD", 70_000)
+    monkeypatch.setattr(cache_module, "SHARD", 70_000)
     yield
 
 
@@ -169,7 +170,7 @@ def test_runs_share_a_cache_and_the_target_rests(
     changes = {"steps": 4, "loss": "tv", "seed": 5, "feature_cache": "1GB"}
     assert main([str(world.recipe("shares", **changes))]) == 0
     audit_and_replay = 1 + 2 * 2  # 16 texts at most; at steps 0 and 4, 5 texts in two batches
-    assert len(seen) == audit_and_replay + features.RECOMPUTED
+    assert len(seen) == audit_and_replay + cache_module.RECOMPUTED
 
 
 # ---------------------------------------------------------------- never a stale one
@@ -214,14 +215,14 @@ def test_any_change_planted(
     samples: tuple[Target, Samples], lost: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted fault: a hash over all but one of what decides a state."""
-    monkeypatch.setattr(features, "SHARD", 1 << 30)  # else the shards' layout tells some apart
-    digest = features.record.digest
+    monkeypatch.setattr(cache_module, "SHARD", 1 << 30)  # else the shards' layout tells some apart
+    digest = cache_module.store.digest
 
     def forgets(content: Any) -> str:
         return digest({k: v for k, v in content.items() if k != lost})
 
     monkeypatch.setattr(
-        features.record, "digest", lambda c: (forgets if "format" in c else digest)(c)
+        cache_module.store, "digest", lambda c: (forgets if "format" in c else digest)(c)
     )
     with pytest.raises(AssertionError, match="share a cache"):
         check_apart(*samples)
@@ -361,9 +362,9 @@ def test_killed_while_it_is_filled(world: World) -> None:
     """SIGKILL, twice, with one shard half written: the same command ends with the same weights."""
     whole = world.folder("cached-eagle")
     losses(world, "cached-eagle", "eagle", feature_cache="1GB")
-    shutil.rmtree(world.samples / features.FOLDER)
+    shutil.rmtree(world.samples / cache_module.FOLDER)
     path = world.recipe("killed", feature_cache="1GB")
-    folder = world.samples / features.FOLDER
+    folder = world.samples / cache_module.FOLDER
     for count in (1, 2):
         process = training.fork(path, training.small_slow_shards)
         while len(list(folder.glob("*/*.safetensors"))) < count or not list(folder.glob("*/*.tmp")):

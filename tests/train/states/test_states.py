@@ -26,9 +26,9 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.train import checkpoint, recipe
 from draftsmith.train.learner import Learner
 from draftsmith.train.loop import Run
-from draftsmith.train.samples.answer import Samples
 from draftsmith.train.samples.audit import audit
 from draftsmith.train.samples.packing import collate
+from draftsmith.train.samples.samples import Samples
 from draftsmith.train.states.cache import FeatureCache
 from draftsmith.train.states.states import Computed, States
 from places import BENCHMARKS

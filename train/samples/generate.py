@@ -11,39 +11,20 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.sampling import Sampler
+from draftsmith.drafters.sampling import Sampler, not_applied
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval.decoder.loop import Decoder
-from draftsmith.eval.decoder.text import Text
-from draftsmith.train.data.chat_template import (
-    check_template,
-    control_tokens,
-    misfit,
-    names_read,
-    opening,
-)
+from draftsmith.train.data.chat_template import encode_fitting
 from draftsmith.train.data.conversation import Conversation
 from draftsmith.train.data.endpoint import Endpoint
-from draftsmith.train.data.hub import Skips
-from draftsmith.train.data.prompts import Prompt, Unusable
-from draftsmith.train.data.server import answer_by
+from draftsmith.train.data.prompts import Prompt, Skips
 from draftsmith.train.processes import ALONE, SEEN, Ranks
-from draftsmith.train.progress import Answering
-from draftsmith.train.samples import manifest as record
-from draftsmith.train.samples import store
-from draftsmith.train.samples.checks import check_request, check_sizes, differences
-from draftsmith.train.samples.packing import buckets
-from draftsmith.train.samples.parts import Parts
-from draftsmith.train.samples.samples import Sample, Samples
-
-__all__ = ["Sample", "Samples", "generate"]
+from draftsmith.train.samples import store, writing
+from draftsmith.train.samples.answers import answer_by_server, answer_here
+from draftsmith.train.samples.samples import Samples
+from draftsmith.train.samples.writing import Parts
 
 log = logging.getLogger(__name__)
-
-WINDOW = 8  # batches of conversations under way at a time: what a kill loses of several turns
 
 
 def generate(
@@ -77,13 +58,13 @@ def generate(
     merges them. Raises UserError, all that can be told before anything is computed.
     """
     folder = Path(folder)
-    check_request(prompts, max_new_tokens, batch_size)
+    _check_request(prompts, max_new_tokens, batch_size)
     encoded = encode_fitting(prompts, target, max_new_tokens)
-    manifest = record.begun(target, sampler, "served" if server else "generated") | {
+    manifest = writing.begun(target, sampler, "served" if server else "generated") | {
         "foreign": foreign,
         "seed": seed,
         "max_new_tokens": max_new_tokens,
-        "prompts": record.digest([(p.key, ids) for p, ids in zip(prompts, encoded, strict=True)]),
+        "prompts": store.digest([(p.key, ids) for p, ids in zip(prompts, encoded, strict=True)]),
     }
     if stop:
         manifest["stop"] = list(stop)
@@ -92,9 +73,9 @@ def generate(
     audit = 16 if server and not foreign else 0
     with store.claimed(folder) if ranks.main else nullcontext():
         if ranks.main and not _complete(folder, manifest):
-            check_sizes(target, prompts, encoded, max_new_tokens, batch_size, folder)
+            _check_sizes(target, prompts, encoded, max_new_tokens, batch_size, folder)
             store.write_manifest(folder, manifest)
-            for line in [*about, *differences(target, sampler)]:
+            for line in [*about, *_differences(target, sampler)]:
                 print(line, file=sys.stderr)
         ranks.meet()
         ranks.see(folder / store.MANIFEST)
@@ -106,9 +87,9 @@ def generate(
         talks = ranks.share(_to_answer(prompts, encoded, target, parts))
         ranks.meet()  # nobody stores before all have seen what is stored
         if server:
-            answer_by(server, talks, sampler, max_new_tokens, seed, parts, manifest)
+            answer_by_server(server, talks, sampler, max_new_tokens, seed, parts, manifest)
         else:
-            _answer(
+            answer_here(
                 talks, sampler, max_new_tokens, seed, batch_size, stop, parts, len(prompts),
                 shown=ranks.main,
             )  # fmt: skip
@@ -116,7 +97,7 @@ def generate(
         ranks.meet()
         if ranks.main:
             parts = _gathered(parts, {i for i, ids in enumerate(encoded) if ids})
-            made = record.finish(folder, manifest, parts, target, audit)
+            made = writing.finish(folder, manifest, parts, target, audit)
         ranks.meet()
         ranks.see(folder / store.ROWS)
         return made if ranks.main else Samples.open(folder, target, audit=0)
@@ -127,7 +108,7 @@ def _complete(folder: Path, manifest: dict[str, Any]) -> bool:
     if not (folder / store.MANIFEST).exists():
         return False
     stored = store.read_manifest(folder)
-    record.same_settings(folder, stored, manifest)
+    writing.same_settings(folder, stored, manifest)
     return bool(stored["state"] == "complete")
 
 
@@ -148,39 +129,6 @@ def _gathered(parts: Parts, asked: set[int]) -> Parts:
     return parts
 
 
-def encode_fitting(
-    prompts: Sequence[Prompt], target: Target, max_new_tokens: int
-) -> list[list[int]]:
-    """Each prompt's token ids up to its first answer; [] for those that cannot be asked.
-
-    They are counted in a warning. Raises UserError where none is left.
-    """
-    check_template(prompts, target)
-    chat = any(p.messages is not None for p in prompts)
-    reads = names_read(target.tokenizer) if chat else set()
-    control = control_tokens(target.tokenizer)
-    out: list[list[int]] = []
-    skipped = Skips()
-    for i, prompt in enumerate(prompts):
-        try:
-            misfit(prompt, target, reads, control)
-            ids = opening(prompt, target)
-            if len(ids) + max_new_tokens > target.max_positions:
-                raise Unusable(
-                    f"too long for the target's {target.max_positions} positions",
-                    f"{len(ids)} tokens and max_new_tokens {max_new_tokens}",
-                )
-            out.append(ids)
-        except Unusable as error:
-            out.append([])
-            skipped.add(error.reason, f"prompt {i}", error.detail or prompt.shown)
-    if len(skipped) == len(prompts):
-        raise UserError(f"prompts: none of {len(prompts)} can be asked: {skipped}")
-    if skipped:
-        log.warning("%d of %d prompts cannot be asked: %s", len(skipped), len(prompts), skipped)
-    return out
-
-
 def _to_answer(
     prompts: list[Prompt], encoded: list[list[int]], target: Target, parts: Parts
 ) -> list[Conversation]:
@@ -197,75 +145,6 @@ def _to_answer(
     return [Conversation(i, prompts[i], encoded[i], target) for i in todo]
 
 
-def _answer(
-    talks: list[Conversation],
-    sampler: Sampler,
-    max_new_tokens: int,
-    seed: int,
-    batch_size: int,
-    stop: Sequence[str],
-    parts: Parts,
-    prompts: int,
-    shown: bool,
-) -> None:
-    """Holds every conversation with the target here, turn by turn.
-
-    Answers make conversations differ in length, and some end: those of a window are put into
-    batches anew for each turn, by length, so that little is padding and batches stay full. Each is
-    stored when it ends.
-    """
-    if not talks:
-        return
-    size = WINDOW * batch_size
-    windows = [talks[s : s + size] for s in range(0, len(talks), size)]
-    turns = sum(_batches(window, batch_size) for window in windows)
-    decoder = Decoder(talks[0].target)
-
-    def answers(batch: list[Conversation], progress: Answering) -> list[Text]:
-        try:
-            return decoder.generate(
-                [talk.ids for talk in batch],
-                sampler,
-                max_new_tokens,
-                # Each turn its own, so that no draw is used twice.
-                rows=[talk.index + talk.turn * prompts for talk in batch],
-                seed=seed,
-                stop=stop,
-                progress=progress.step,
-            )
-        except torch.OutOfMemoryError:
-            raise UserError(
-                f"batch_size: {batch_size} answers at once do not fit in the device's memory; "
-                "lower it and run again (what is answered stays)"
-            ) from None
-
-    stored = len(set(parts.indices))
-    steps = turns * max_new_tokens
-    with Answering(stored + len(talks), stored, steps, shown) as progress:
-        for live in windows:
-            while live:  # a turn
-                groups = buckets([len(talk.ids) for talk in live], batch_size)
-                asked: list[Conversation] = []
-                for batch in ([live[i] for i in group] for group in groups):
-                    for talk, text in zip(batch, answers(batch, progress), strict=True):
-                        talk.take(text.tokens, text.finish)
-                    progress.answered(len(batch), max_new_tokens)
-                    more = [talk for talk in batch if talk.ask(max_new_tokens)]
-                    asked += more
-                    if ended := [talk for talk in batch if talk not in more]:
-                        parts.add(store.columns([row for talk in ended for row in talk.rows()]))
-                        progress.stored(len(ended))
-                live = asked
-    log.info("%d tokens, %.0f tokens/s", progress.tokens, progress.rate)
-
-
-def _batches(talks: Sequence[Conversation], size: int) -> int:
-    """How many batches a window takes at most: each turn those that are asked it."""
-    most = max(len(talk.prompt.later) for talk in talks)
-    asked = [sum(len(talk.prompt.later) >= turn for talk in talks) for turn in range(most + 1)]
-    return sum(-(-count // size) for count in asked)
-
-
 def _tell_unasked(talks: Sequence[Conversation]) -> None:
     """Warns of turns that were not asked, and of templates that rewrite earlier turns."""
     unasked = Skips()
@@ -280,3 +159,82 @@ def _tell_unasked(talks: Sequence[Conversation]) -> None:
             "the chat template writes earlier turns anew: %d turns became rows of their own",
             rewritten,
         )
+
+
+# ---------------------------------------------------------------- what is checked before
+
+
+def _check_request(prompts: list[Prompt], max_new_tokens: int, batch_size: int) -> None:
+    if not prompts:
+        raise UserError("prompts: there are none; give at least one")
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens: {max_new_tokens} leaves nothing to write; use >= 1")
+    if batch_size < 1:
+        raise UserError(f"batch_size: {batch_size} answers nothing; use >= 1")
+
+
+def _check_sizes(
+    target: Target,
+    prompts: list[Prompt],
+    encoded: list[list[int]],
+    max_new_tokens: int,
+    batch_size: int,
+    folder: Path,
+) -> None:
+    """Tells the sizes of files and cache; raises UserError where the disk is too small."""
+    lengths = [
+        len(ids) + max_new_tokens + sum(max_new_tokens + _about(step) for step in prompt.later)
+        for prompt, ids in zip(prompts, encoded, strict=True)
+        if ids
+    ]
+    lengths = [min(length, target.max_positions) for length in lengths]
+    tokens = sum(lengths)
+    disk = store.size(len(lengths), tokens)
+    config = target.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or target.hidden_size // config.num_attention_heads
+    slots = min(batch_size, len(lengths)) * max(lengths)
+    cache = slots * target.num_layers * 2 * heads * width * target.dtype.itemsize
+    log.info(
+        "answers: %d prompts, at most %d tokens and %.0f MiB on disk; cache at most %.0f MiB",
+        len(lengths),
+        tokens,
+        disk / 2**20,
+        cache / 2**20,
+    )
+    store.check_disk(folder, disk)
+
+
+def _about(messages: Sequence[dict[str, Any]]) -> int:
+    """Tokens of a turn, not yet encoded: three characters each, and the template's share."""
+    return sum(16 + len(m["content"]) // 3 for m in messages)
+
+
+def _differences(target: Target, sampler: Sampler) -> list[str]:
+    """Lines on where p may be another on a server that takes the target as it comes.
+
+    vLLM and SGLang take temperature, top_k, top_p, min_p and repetition_penalty from the target's
+    generation_config where a request does not name them (requests of ours do, every one).
+    """
+    name = f"target {target.source.spec}"
+    config = target.hf.generation_config.to_diff_dict()
+    out = []
+    if found := not_applied(config):
+        named = ", ".join(f"{key} {value}" for key, value in found.items())
+        out.append(
+            f"{name}: its generation_config asks for {named}, which is not applied here; serve "
+            "without it (vLLM: --generation-config vllm)"
+        )
+    own = {key: config[key] for key in ("temperature", "top_k", "top_p") if config.get(key)}
+    other = [f"{key} {value}" for key, value in own.items() if value != getattr(sampler, key)]
+    if other:
+        out.append(
+            f"{name}: its generation_config asks for {', '.join(other)}, which servers take where "
+            f"a request names none; the answers here are drawn at {sampler}: serve at that"
+        )
+    if target.quantised:
+        out.append(
+            f"{name}: its checkpoint is quantised ({target.quantised}); a server whose arithmetic "
+            "is another has another p: let that one answer (--server)"
+        )
+    return out

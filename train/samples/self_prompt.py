@@ -25,7 +25,7 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.data.chat_template import check_template, control_tokens, encoded, rendered
 from draftsmith.train.data.prompts import Messages, Prompt
-from draftsmith.train.samples.answer import generate
+from draftsmith.train.samples.generate import generate
 
 SHORTEST = 12  # characters of a question
 DISTINCT = 0.7  # share of word trigrams that must differ

@@ -1,6 +1,6 @@
 """Prompts that the target writes itself: from where its template lets the user speak, and filtered.
 
-.venv/bin/pytest tests/train/data/test_self_prompt.py
+.venv/bin/pytest tests/train/samples/test_self_prompt.py
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import tiny
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.recipes.self_prompt import self_prompt
-from draftsmith.train.data import self_prompt as selfprompt
-from draftsmith.train.data.hub import read_prompts
-from draftsmith.train.data.self_prompt import chosen, diversity, fault, user_turn, write_prompts
+from draftsmith.recipes import self_prompt as command
+from draftsmith.train.data.sources import read_prompts
+from draftsmith.train.samples import self_prompt
 from draftsmith.train.samples.samples import Samples
+from draftsmith.train.samples.self_prompt import chosen, diversity, fault, user_turn, write_prompts
 
 MARK = re.compile("<eos>")
 ENDS = "{% for m in messages %}b {{ m.content }}{{ '<eos>' }}{% endfor %}"
@@ -99,14 +99,14 @@ def test_languages(languages: tuple[str, ...]) -> None:
 
 def test_languages_planted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: whatever is likeliest is taken for told, and code is lost."""
-    monkeypatch.setattr(selfprompt, "SURE", 0.0)
-    selfprompt._identifier.cache_clear()
+    monkeypatch.setattr(self_prompt, "SURE", 0.0)
+    self_prompt._identifier.cache_clear()
     try:
         with pytest.raises(AssertionError):
             test_languages(("en",))
     finally:
         monkeypatch.undo()
-        selfprompt._identifier.cache_clear()
+        self_prompt._identifier.cache_clear()
 
 
 @pytest.mark.parametrize("code", ["english", "EN", "xx", "zxx"])
@@ -124,7 +124,7 @@ def test_diversity_counts_bigrams() -> None:
 
 
 def test_near_duplicates_planted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selfprompt, "shingles", lambda text: {text})
+    monkeypatch.setattr(self_prompt, "shingles", lambda text: {text})
     texts = [("What is the capital of France?", "stop"), ("what is the capital of France", "stop")]
     assert len(chosen(texts, MARK).kept) == 2
 
@@ -132,9 +132,9 @@ def test_near_duplicates_planted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("template", [ENDS, MARKS])
 def test_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str) -> None:
     """The target's own draws after its user turn; what ended, without its end."""
-    monkeypatch.setattr(selfprompt, "DISTINCT", 0.0)  # tiny targets babble
-    monkeypatch.setattr(selfprompt, "NEAR", 0.9)
-    monkeypatch.setattr(selfprompt, "SHORTEST", 4)
+    monkeypatch.setattr(self_prompt, "DISTINCT", 0.0)  # tiny targets babble
+    monkeypatch.setattr(self_prompt, "NEAR", 0.9)
+    monkeypatch.setattr(self_prompt, "SHORTEST", 4)
     of, file = tiny.talker(template), tmp_path / "own.jsonl"
     found = write_prompts(file, of, 24, Sampler(), max_new_tokens=40, batch_size=24)
     rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -158,7 +158,7 @@ def test_without_the_data_extra(
     monkeypatch.setitem(sys.modules, missing, None)
     monkeypatch.delitem(sys.modules, "py3langid.langid", raising=False)
     monkeypatch.setattr(Target, "load", lambda *_: pytest.fail("a target is loaded"))
-    selfprompt._identifier.cache_clear()
+    self_prompt._identifier.cache_clear()
     with pytest.raises(UserError) as error:
-        self_prompt(tmp_path / "p", languages="en")
+        command.self_prompt(tmp_path / "p", languages="en")
     assert str(error.value) == f"self-prompt: {missing} is missing; pip install draftsmith[data]"

@@ -1,32 +1,108 @@
-"""Conversations held with a server, several at a time, and stored as they end."""
+"""Conversations held turn by turn, with the target here or a server, and stored as they end."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 from collections import deque
+from collections.abc import Sequence
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
+import torch
+
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
+from draftsmith.eval.decoder.loop import Decoder
+from draftsmith.eval.decoder.text import Text
 from draftsmith.train.data.conversation import Conversation
 from draftsmith.train.data.endpoint import Endpoint
 from draftsmith.train.data.prompts import Unusable
 from draftsmith.train.progress import Answering
-from draftsmith.train.samples import store as storage
-from draftsmith.train.samples.parts import Parts
+from draftsmith.train.samples import store
+from draftsmith.train.samples.packing import buckets
 from draftsmith.train.samples.samples import Samples
+from draftsmith.train.samples.writing import Parts
 
 log = logging.getLogger(__name__)
 
-PART = 32  # answered conversations stored together: what a kill loses at most
+WINDOW = 8  # batches of conversations under way at a time: what a kill loses of several turns
+PART = 32  # conversations that a server answered stored together: what a kill loses at most
 
 _Held = tuple[Conversation, list[dict[str, Any]]]  # a conversation that ended, and its rows
 
 
-def answer_by(
+def answer_here(
+    talks: list[Conversation],
+    sampler: Sampler,
+    max_new_tokens: int,
+    seed: int,
+    batch_size: int,
+    stop: Sequence[str],
+    parts: Parts,
+    prompts: int,
+    shown: bool,
+) -> None:
+    """Holds every conversation with the target here, turn by turn.
+
+    Answers make conversations differ in length, and some end: those of a window are put into
+    batches anew for each turn, by length, so that little is padding and batches stay full. Each is
+    stored when it ends.
+    """
+    if not talks:
+        return
+    size = WINDOW * batch_size
+    windows = [talks[s : s + size] for s in range(0, len(talks), size)]
+    turns = sum(_batches(window, batch_size) for window in windows)
+    decoder = Decoder(talks[0].target)
+
+    def answers(batch: list[Conversation], progress: Answering) -> list[Text]:
+        try:
+            return decoder.generate(
+                [talk.ids for talk in batch],
+                sampler,
+                max_new_tokens,
+                # Each turn its own, so that no draw is used twice.
+                rows=[talk.index + talk.turn * prompts for talk in batch],
+                seed=seed,
+                stop=stop,
+                progress=progress.step,
+            )
+        except torch.OutOfMemoryError:
+            raise UserError(
+                f"batch_size: {batch_size} answers at once do not fit in the device's memory; "
+                "lower it and run again (what is answered stays)"
+            ) from None
+
+    stored = len(set(parts.indices))
+    steps = turns * max_new_tokens
+    with Answering(stored + len(talks), stored, steps, shown) as progress:
+        for live in windows:
+            while live:  # a turn
+                groups = buckets([len(talk.ids) for talk in live], batch_size)
+                asked: list[Conversation] = []
+                for batch in ([live[i] for i in group] for group in groups):
+                    for talk, text in zip(batch, answers(batch, progress), strict=True):
+                        talk.take(text.tokens, text.finish)
+                    progress.answered(len(batch), max_new_tokens)
+                    more = [talk for talk in batch if talk.ask(max_new_tokens)]
+                    asked += more
+                    if ended := [talk for talk in batch if talk not in more]:
+                        parts.add(store.columns([row for talk in ended for row in talk.rows()]))
+                        progress.stored(len(ended))
+                live = asked
+    log.info("%d tokens, %.0f tokens/s", progress.tokens, progress.rate)
+
+
+def _batches(talks: Sequence[Conversation], size: int) -> int:
+    """How many batches a window takes at most: each turn those that are asked it."""
+    most = max(len(talk.prompt.later) for talk in talks)
+    asked = [sum(len(talk.prompt.later) >= turn for talk in talks) for turn in range(most + 1)]
+    return sum(-(-count // size) for count in asked)
+
+
+def answer_by_server(
     endpoint: Endpoint,
     talks: list[Conversation],
     sampler: Sampler,
@@ -37,12 +113,12 @@ def answer_by(
 ) -> None:
     """Lets a server answer every turn of the conversations.
 
-    The first answers of every call are audited (see reader.py) before any is stored, unless the
+    The first answers of every call are audited (see audit.py) before any is stored, unless the
     manifest says foreign: a server with another model or sampler shows at once. Whatever ends the
     call, conversations that were finished by then are kept. Raises UserError.
     """
     endpoint.begin()
-    store = _Store(endpoint, parts, manifest)
+    finished = _Finished(endpoint, parts, manifest)
     todo, done = deque(talks), SimpleQueue[_Held | Exception]()
     stopped = endpoint.stopped
 
@@ -73,17 +149,17 @@ def answer_by(
                     sum(sum(row["made"]) for row in rows), _turns(talk) * max_new_tokens
                 )
                 progress.stored(1)
-                store.add(rows)
+                finished.add(rows)
         finally:
             stopped.set()
             while not done.empty():
                 if not isinstance(found := done.get(), Exception):
-                    store.add(found[1])
-            store.flush()
+                    finished.add(found[1])
+            finished.flush()
     log.info("%d tokens, %.0f tokens/s", progress.tokens, progress.rate)
 
 
-class _Store:
+class _Finished:
     """Puts finished conversations on disk, PART at a time; the first ones once they are audited."""
 
     def __init__(self, endpoint: Endpoint, parts: Parts, manifest: dict[str, Any]) -> None:
@@ -108,7 +184,7 @@ class _Store:
         answered = [row for row in rows if row["ids"]]
         if answered and not self.audited:
             self._audit(answered)
-        self.parts.add(storage.columns(rows))
+        self.parts.add(store.columns(rows))
 
     def _audit(self, rows: list[dict[str, Any]]) -> None:
         endpoint = self.endpoint

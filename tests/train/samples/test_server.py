@@ -1,6 +1,6 @@
 """Answers from a server: a fake one that fails in every way, and a real llama-server.
 
-.venv/bin/pytest tests/train/data/test_server.py
+.venv/bin/pytest tests/train/samples/test_server.py
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.data import endpoint
-from draftsmith.train.data import server as served
 from draftsmith.train.data.endpoint import Endpoint
 from draftsmith.train.progress import Answering
-from draftsmith.train.samples.answer import Samples, generate
-from draftsmith.train.samples.parts import Parts
+from draftsmith.train.samples import answers
+from draftsmith.train.samples.generate import generate
+from draftsmith.train.samples.samples import Samples
+from draftsmith.train.samples.writing import Parts
 
 
 @pytest.fixture(autouse=True)
@@ -197,7 +198,7 @@ def test_the_time_left_counts_every_turn(
             super().__init__(*arguments)
             lines.append(self)
 
-    monkeypatch.setattr(served, "Answering", Kept)
+    monkeypatch.setattr(answers, "Answering", Kept)
     with serving(Fake(of)) as url:
         sampled(tmp_path / "s", of, url)
     assert lines[0]._finished == lines[0]._total

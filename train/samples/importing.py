@@ -14,10 +14,9 @@ from draftsmith.train.data.columns import token_ids
 from draftsmith.train.data.files import Fault, read_rows
 from draftsmith.train.data.masks import given_rows
 from draftsmith.train.data.prompts import Prompt, Unusable
-from draftsmith.train.samples import manifest as record
-from draftsmith.train.samples import store
-from draftsmith.train.samples.parts import Parts
+from draftsmith.train.samples import store, writing
 from draftsmith.train.samples.samples import Samples
+from draftsmith.train.samples.writing import Parts
 
 _PART = 1000  # rows
 
@@ -38,7 +37,7 @@ def import_answers(
     UserError, for rows that name a penalty, min_p or the like as well; nothing is stored then.
     """
     folder, file = Path(folder), Path(file)
-    manifest = record.begun(target, sampler, "imported") | {"foreign": foreign, "file": file.name}
+    manifest = writing.begun(target, sampler, "imported") | {"foreign": foreign, "file": file.name}
     rows = _imported_rows(file, target)
     bytes_needed = 4 * file.stat().st_size if file.is_file() else 0
     return _stored(folder, manifest, rows, bytes_needed, target, audit)
@@ -58,7 +57,7 @@ def import_given(
     UserError.
     """
     folder = Path(folder)
-    manifest = record.begun(target, sampler, "given") | {"foreign": True}
+    manifest = writing.begun(target, sampler, "given") | {"foreign": True}
     rows = given_rows(prompts, target, tell)
     letters = sum(len(m["content"]) for p in prompts for m in p.messages or ())
     return _stored(folder, manifest, rows, store.size(len(prompts), letters), target, audit=0)
@@ -91,7 +90,7 @@ def _stored(
                     held = []
             if held:
                 parts.add(store.columns(held))
-            return record.finish(folder, manifest, parts, target, audit)
+            return writing.finish(folder, manifest, parts, target, audit)
         except UserError:
             for name in (store.PARTS, store.ROWS):
                 shutil.rmtree(folder / name, ignore_errors=True)

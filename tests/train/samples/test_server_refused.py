@@ -1,6 +1,6 @@
 """Answers of a server that are given up or refused, and models that are not the target.
 
-.venv/bin/pytest tests/train/data/test_server_refused.py
+.venv/bin/pytest tests/train/samples/test_server_refused.py
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.servers import tools
 from draftsmith.train.data import endpoint
-from draftsmith.train.data import server as served
 from draftsmith.train.data.endpoint import Endpoint
 from draftsmith.train.data.prompts import Prompt, asked
-from draftsmith.train.samples.answer import generate
-from draftsmith.train.samples.parts import Parts
+from draftsmith.train.samples import answers
+from draftsmith.train.samples.generate import generate
+from draftsmith.train.samples.writing import Parts
 
 
 @pytest.fixture(autouse=True)
@@ -210,7 +210,7 @@ def test_another_model_that_fails_first(
     fake.fault = lambda n, body: (400, {"error": "context length"}) if 0 < n < 6 else None
     with serving(fake) as url, pytest.raises(UserError, match=NOT_OWN):
         sampled(tmp_path / "s", of, url, Sampler(0.0))
-    monkeypatch.setattr(served, "PART", 99)
+    monkeypatch.setattr(answers, "PART", 99)
     fake = Fake(tiny.talker(seed=1))
     fake.fault = lambda number, body: (401, {}) if number >= 9 else None
     with serving(fake) as url, pytest.raises(UserError, match=NOT_OWN):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +18,11 @@ from draftsmith.drafters.target.shell import Shell
 from draftsmith.train.lora import Lora
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples.packing import collate
-from draftsmith.train.samples.prior import token_counts
 from draftsmith.train.samples.samples import Samples
 from draftsmith.train.states.states import States
+
+TEXTS = 64  # conversations that the target's law is averaged over
+_ROWS = 256  # positions whose logits are alive at a time
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,39 @@ def _check_heldout(samples: Samples, heldout: list[int], longest: int) -> None:
             f"heldout: no answer of the {len(heldout)} held-out conversations has two "
             "tokens, so none takes a verify pass; raise heldout"
         )
+
+
+def token_counts(
+    target: Shell, states: States, samples: Samples, indices: Sequence[int], wanted: int | None
+) -> Tensor:
+    """(V,): how often each token stands in the answers; below 1, what the prior adds.
+
+    wanted: tokens that a draft vocabulary shall hold, None = all. It keeps those that stood most
+    often. Where fewer distinct ones stood there, the places left over go to those that the target
+    came nearest to saying; the tokens that a tokenizer happens to number lowest, which a sort of
+    zeros would take, are a worse guess. The counts are whole numbers (long) unless that happens.
+    """
+    counts = samples.token_counts(indices)
+    if wanted is None or int((counts > 0).sum()) >= wanted:
+        return counts
+    return counts + unigram(target, states, samples, indices[:TEXTS]).to(counts.device)
+
+
+@torch.no_grad()
+def unigram(target: Shell, states: States, samples: Samples, indices: Sequence[int]) -> Tensor:
+    """(V,): the target's law at temperature 1, averaged over the positions it made; sums to 1."""
+    total = torch.zeros(target.vocab_size, device=target.device)
+    count = 0
+    for index in indices:
+        batch = states.fill(collate(samples, [[index]], target.max_positions), [[index]])
+        assert batch.final is not None
+        made = batch.made[0].clone()
+        made[0] = False  # a text's first token has no law before it
+        for place in made.nonzero().squeeze(1).split(_ROWS):
+            logits = target.head(batch.final[0, place - 1]).float()  # (n, V)
+            total += torch.softmax(logits, dim=-1).sum(0)
+            count += len(place)
+    return total / max(count, 1)
 
 
 def new_drafter(recipe: Recipe, target: Shell, counts: Tensor) -> Drafter:

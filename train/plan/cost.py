@@ -2,12 +2,17 @@
 
 Sizes that follow from shapes are exact (weights, gradients, AdamW's two moments, checkpoints). What
 is alive in between is a count of the largest tensors, fitted to SmolLM2 (benchmarks/plan.py
-compares plan and run); times rest on rates measured on this machine (pace.py). Answers count with
+compares plan and run); times rest on rates measured on this machine (Pace). Answers count with
 their full max_new_tokens, and all weights of a mixture of experts as if each token passed them:
 both err upwards.
 """
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import psutil
 import torch
@@ -17,7 +22,6 @@ from draftsmith.eval.acceptance.replay import ROWS
 from draftsmith.eval.overlap.row_stats import CELLS
 from draftsmith.train import checkpoint
 from draftsmith.train.plan.outline import Outline, Texts
-from draftsmith.train.plan.pace import Pace
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples import store
 from draftsmith.train.states import cache
@@ -25,6 +29,8 @@ from draftsmith.train.states import cache
 FP32 = 4  # bytes
 REPLAYED = 4  # held-out texts read at a time
 BATCH = 16  # answers drawn at a time
+_SECONDS = 0.4  # of measuring, for each rate of this machine
+_FLOATS = 32 << 20  # in the weights read for it: 128 MiB of fp32
 
 
 def checkpoints(recipe: Recipe) -> int:
@@ -213,3 +219,58 @@ def _reading(outline: Outline, tokens: float, length: float) -> float:
     """Operations of the target's body on tokens in texts of `length`."""
     scores = 4 * length * outline.target.hidden_size
     return tokens * (2 * outline.target_body + scores * outline.target.num_layers)
+
+
+@dataclass
+class Pace:
+    """Rates of a device for a model of hidden size H, MLP size I, V tokens, in a dtype.
+
+    matmul: through weights that together do not fit a cache, as a model's do not; it falls with few
+    rows, where reading the weights is what takes the time. rowwise: through log_softmax over a
+    vocabulary, which stands for all that is done to logits.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    hidden: int
+    inner: int
+    vocab: int
+    _matmul: dict[int, float] = field(default_factory=dict)
+
+    def matmul(self, rows: int) -> float:
+        """Operations a second at `rows` rows at a time (measured at the power of two below)."""
+        rows = 1 << (min(max(rows, 1), 1024).bit_length() - 1)
+        if rows not in self._matmul:
+            count = max(1, _FLOATS // (self.hidden * self.inner))
+            shape = (count, self.hidden, self.inner)
+            weights = torch.randn(shape, device=self.device, dtype=self.dtype)
+            x = torch.randn(rows, self.hidden, device=self.device, dtype=self.dtype)
+
+            def run() -> None:
+                for weight in weights:
+                    x @ weight
+
+            self._matmul[rows] = 2 * rows * weights.numel() / self._time(run)
+        return self._matmul[rows]
+
+    @cached_property
+    def rowwise(self) -> float:
+        """Numbers a second through log_softmax over (n, V), in fp32."""
+        logits = torch.randn(max(1, (4 << 20) // self.vocab), self.vocab, device=self.device)
+        return logits.numel() / self._time(lambda: torch.log_softmax(logits, dim=-1))
+
+    def _time(self, run: Callable[[], object]) -> float:
+        """Seconds of one run, the median of as many as fit the time set for it."""
+        run()  # warm-up
+        taken: list[float] = []
+        while sum(taken) < _SECONDS or len(taken) < 3:
+            self._wait()
+            began = time.perf_counter()
+            run()
+            self._wait()
+            taken.append(time.perf_counter() - began)
+        return sorted(taken)[len(taken) // 2]
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

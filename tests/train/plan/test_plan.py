@@ -30,7 +30,7 @@ from draftsmith.train.learner import Learner
 from draftsmith.train.lora import Lora
 from draftsmith.train.medusa2 import Medusa2
 from draftsmith.train.plan import cost, outline, plan
-from draftsmith.train.plan.pace import Pace
+from draftsmith.train.plan.cost import Pace
 from draftsmith.train.run import main
 from draftsmith.train.samples import packing
 from draftsmith.train.samples.packing import Cursor

@@ -10,7 +10,7 @@ pytest.importorskip("datasets")
 
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocab import most_frequent
-from draftsmith.train.samples import prior
+from draftsmith.train import start
 from draftsmith.train.samples.samples import Samples
 from draftsmith.train.states.states import Computed
 from training import World
@@ -36,7 +36,7 @@ def known(world: World, samples: Samples, indices: list[int]) -> torch.Tensor:
 def check(world: World) -> None:
     target = Target.load(str(world.target))
     samples = Samples.open(world.samples, target)
-    found = prior.unigram(target, Computed(target), samples, [0, 3, 5])
+    found = start.unigram(target, Computed(target), samples, [0, 3, 5])
     torch.testing.assert_close(
         found.double(), known(world, samples, [0, 3, 5]), atol=1e-5, rtol=1e-3
     )
@@ -48,14 +48,14 @@ def test_prior(world: World) -> None:
 
 def test_a_shifted_law_would_show(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault: the law after the token, not the one that it was drawn from."""
-    right = prior.collate
+    right = start.collate
 
     def shifted(*args: object) -> object:
         batch = right(*args)  # type: ignore[arg-type]
         batch.made = batch.made.roll(1, 1)
         return batch
 
-    monkeypatch.setattr(prior, "collate", shifted)
+    monkeypatch.setattr(start, "collate", shifted)
     with pytest.raises(AssertionError):
         check(world)
 
@@ -67,7 +67,7 @@ def test_places_left_over_go_to_the_likeliest(world: World) -> None:
     hard = samples.token_counts(learn)
     seen = set(hard.nonzero().squeeze(1).tolist())
     size = len(seen) + 4
-    counts = prior.token_counts(target, Computed(target), samples, learn, size)
+    counts = start.token_counts(target, Computed(target), samples, learn, size)
     assert torch.equal(counts.floor().long(), hard)
     vocab = most_frequent(counts, size)
     assert vocab.ids is not None
@@ -79,7 +79,7 @@ def test_places_left_over_go_to_the_likeliest(world: World) -> None:
 def test_enough_seen_reads_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target.load(str(world.target))
     samples = Samples.open(world.samples, target)
-    monkeypatch.setattr(prior, "unigram", None)
+    monkeypatch.setattr(start, "unigram", None)
     for wanted in (None, 2):
-        counts = prior.token_counts(target, Computed(target), samples, [0, 1, 2], wanted)
+        counts = start.token_counts(target, Computed(target), samples, [0, 1, 2], wanted)
         assert counts.equal(samples.token_counts([0, 1, 2]))

@@ -80,7 +80,7 @@ def sample(
     from draftsmith.train.data.endpoint import Endpoint, identify
     from draftsmith.train.data.prompts import product_prompts
     from draftsmith.train.data.sources import Reading, read_source, with_template
-    from draftsmith.train.processes import check_spread, launched
+    from draftsmith.train.processes import check_device_map, launched
     from draftsmith.train.samples import store
     from draftsmith.train.samples.generate import generate
     from draftsmith.train.samples.importing import import_answers, import_given
@@ -116,17 +116,17 @@ def sample(
         chosen = [with_template(p, reading.template) for p in product_prompts("train")]
     if server:
         identify(server, model)
-    with launched() as ranks:
-        if ranks.count > 1 and (given or server or answers):
+    with launched() as processes:
+        if processes.count > 1 and (given or server or answers):
             raise UserError(
                 "launch: several processes share what the target here answers; --server, --import "
                 "and --given are for one"
             )
-        check_spread(device_map)
-        if ranks.main:
+        check_device_map(device_map)
+        if processes.main:
             with store.claimed(folder):
                 pass  # one that cannot be written, or holds other files, is told before any loading
-        device = ranks.device if ranks.count > 1 else None
+        device = processes.device if processes.count > 1 else None
         loaded = Target.load(target, device, device_map=device_map)
         if answers:
             made = import_answers(answers, loaded, sampler, folder, foreign=foreign)
@@ -140,9 +140,9 @@ def sample(
                 lines.append(str(endpoint))
             made = generate(
                 loaded, chosen, sampler, max_new_tokens, folder, seed=seed, batch_size=batch_size,
-                server=endpoint, foreign=foreign, about=lines, ranks=ranks,
+                server=endpoint, foreign=foreign, notes=lines, processes=processes,
             )  # fmt: skip
-    if ranks.main:
+    if processes.main:
         tokens = int(made.token_counts().sum())
         whose = "given" if made.manifest["origin"] == "given" else f"of {target}"
         print(f"{folder}: {len(made)} answers, {tokens:,} tokens {whose} at {sampler}")

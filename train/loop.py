@@ -17,7 +17,7 @@ from draftsmith.eval.acceptance.replay import replays
 from draftsmith.train import checkpoint
 from draftsmith.train.journal import Journal
 from draftsmith.train.learner import Learner
-from draftsmith.train.processes import ALONE, Ranks, check_alike, on_any
+from draftsmith.train.processes import SINGLE, Processes, check_alike, on_any
 from draftsmith.train.states.cache import FeatureCache
 from draftsmith.train.states.states import States
 
@@ -32,7 +32,7 @@ class Run:
         self.journal = Journal(learner)
         self.stopping = False
 
-    def run(self, ranks: Ranks = ALONE) -> int:
+    def run(self, processes: Processes = SINGLE) -> int:
         """Trains to the last step, or to SIGTERM; saves on either. The process's exit code."""
         learner, journal = self.learner, self.journal
         resumed = self._resume()
@@ -44,7 +44,7 @@ class Run:
         if (last and journal.replayed()) or (resumed and journal.ended()):
             self._finish()
             return 0
-        states = self._states(ranks)  # SIGTERM may end it: it goes on at the next shard
+        states = self._states(processes)  # SIGTERM may end it: it goes on at the next shard
         before = signal.signal(signal.SIGTERM, self._on_sigterm)
         try:
             return self._train(resumed, states)
@@ -104,14 +104,14 @@ class Run:
             )
         learner.announce(self.journal.say)
 
-    def _states(self, ranks: Ranks) -> States:
+    def _states(self, processes: Processes) -> States:
         """What steps learn from; replay, which chooses the checkpoint, reads no rounded states."""
         learner = self.learner
         if not self.recipe.feature_cache:
             return learner.states
         taps, precision = learner.drafter.taps, self.accelerator.mixed_precision
         cache = FeatureCache(self.recipe, learner.target, learner.samples, taps, precision)
-        cache.prepare(self.accelerator, ranks)
+        cache.prepare(self.accelerator, processes)
         return cache
 
     def _due(self) -> bool:

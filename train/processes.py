@@ -2,8 +2,8 @@
 
 Preparing data takes hours, and a collective that waits so long ends in a timeout (10 minutes with
 NCCL, 30 with gloo). So processes meet at the launcher's key-value store (torch.distributed's
-TCPStore), where waiting costs nothing, and form their group once the data is ready. Each tells the
-store every few seconds that it lives: who waits for one that died, on whatever node, stops within a
+TCPStore), where waiting costs nothing, and form their group once the data is ready. Each counts up
+a number there every few seconds: who waits for one that died, on whatever node, stops within a
 minute and says so.
 """
 
@@ -28,14 +28,14 @@ from draftsmith.drafters.errors import UserError
 
 BEAT = 2.0  # seconds between two signs of life
 LOST = 60.0  # seconds without one that mean death
-SEEN = 60.0  # seconds after which a shared disk shows what another node wrote
+DISK_DELAY = 60.0  # seconds after which a shared disk shows what another node wrote
 _POLL = 0.05
 _CONNECT = timedelta(minutes=5)  # for processes that start later than others
 
 T = TypeVar("T")
 
 
-class Ranks:
+class Processes:
     """Process `index` of `count`; `local` is its place on its own node, and so its device's."""
 
     def __init__(self, index: int = 0, count: int = 1, local: int = 0, store: Any = None) -> None:
@@ -97,12 +97,12 @@ class Ranks:
                     raise _lost(self.index, f"process {other}")
             time.sleep(_POLL)
 
-    def see(self, path: Path) -> None:
+    def wait_for(self, path: Path) -> None:
         """Waits for a file that the main process wrote before they met.
 
         Raises UserError where it does not appear: then nodes do not share that disk.
         """
-        deadline = time.monotonic() + SEEN
+        deadline = time.monotonic() + DISK_DELAY
         while not path.exists():
             if time.monotonic() > deadline:
                 raise UserError(
@@ -112,26 +112,26 @@ class Ranks:
             time.sleep(_POLL)
 
     def beat(self, over: threading.Event) -> None:
-        """Tells the store that this process lives, until `over` is set."""
+        """Shows the others that this process lives, until `over` is set."""
         while not over.wait(BEAT):
             try:
                 self._store.add(f"beat {self.index}", 1)
-            except RuntimeError:  # told by the next meeting
+            except RuntimeError:  # the next meeting says so
                 return
 
 
-ALONE = Ranks()
+SINGLE = Processes()
 
 
 @contextmanager
-def launched() -> Iterator[Ranks]:
+def launched() -> Iterator[Processes]:
     """The processes that a launcher (accelerate launch, torchrun) started, this one among them.
 
     Raises UserError where they cannot reach each other.
     """
     count = int(os.environ.get("WORLD_SIZE", 1))
     if count == 1:
-        yield ALONE
+        yield SINGLE
         return
     try:
         store, index, _ = next(torch.distributed.rendezvous("env://", timeout=_CONNECT))
@@ -139,23 +139,23 @@ def launched() -> Iterator[Ranks]:
         line = " ".join(str(error).split())[:200]
         raise UserError(f"launch: the {count} processes cannot meet ({line})") from None
     own = torch.distributed.PrefixStore("draftsmith", store)
-    ranks = Ranks(index, count, int(os.environ.get("LOCAL_RANK", index)), own)
+    processes = Processes(index, count, int(os.environ.get("LOCAL_RANK", index)), own)
     over = threading.Event()
-    thread = threading.Thread(target=ranks.beat, args=(over,), daemon=True)
+    thread = threading.Thread(target=processes.beat, args=(over,), daemon=True)
     thread.start()
     try:
-        yield ranks
+        yield processes
     finally:
         over.set()
         thread.join(2 * BEAT)  # the store may be gone
 
 
-def check_spread(device_map: Any) -> None:
+def check_device_map(device_map: Any) -> None:
     """Raises UserError where several processes would each spread the target over one node."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))
-    if device_map and here > 1:
+    count = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))
+    if device_map and count > 1:
         raise UserError(
-            f"device_map: spreads the target over a node's devices, and {here} processes would "
+            f"device_map: spreads the target over a node's devices, and {count} processes would "
             "each take all of them; start one process a node"
         )
 
@@ -178,18 +178,18 @@ def check_alike(accelerator: Accelerator, numbers: Sequence[int], folder: Path) 
     would go on with a run and the other begin it anew. numbers: equal where they do."""
     mine = torch.tensor(numbers, device=accelerator.device)
     other = summed(accelerator, mine) != accelerator.num_processes * mine
-    if on_any(accelerator, bool(other.any())):  # told by all, or some would wait for the others
+    if on_any(accelerator, bool(other.any())):  # all raise, or some would wait for the others
         raise UserError(
             f"{folder}: processes begin with different steps, samples or weights; "
             "put runs, samples and start on a disk that all nodes share"
         )
 
 
-def on_any(accelerator: Accelerator, here: bool) -> bool:
+def on_any(accelerator: Accelerator, own: bool) -> bool:
     """Whether it holds on any process: all must leave a loop together."""
     if accelerator.num_processes == 1:
-        return here
-    flag = torch.tensor([float(here)], device=accelerator.device)
+        return own
+    flag = torch.tensor([float(own)], device=accelerator.device)
     return bool(summed(accelerator, flag).item())
 
 

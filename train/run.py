@@ -32,7 +32,7 @@ from draftsmith.train.learner import Learner
 from draftsmith.train.loop import Run
 from draftsmith.train.medusa2 import Medusa2
 from draftsmith.train.plan import plan
-from draftsmith.train.processes import Ranks, check_spread, launched
+from draftsmith.train.processes import Processes, check_device_map, launched
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples import store
 from draftsmith.train.samples.generate import generate
@@ -62,14 +62,14 @@ def run(chosen: Recipe, target: Target | None = None) -> int:
     _check_launch(chosen)
     sources: list[str] = []  # a line about each
     prompts = _prompts(chosen, sources.append)
-    with launched() as ranks:
-        if ranks.count > 1 and ranks.device.type != "cpu":
-            torch.accelerator.set_device_index(ranks.local)
+    with launched() as processes:
+        if processes.count > 1 and processes.device.type != "cpu":
+            torch.accelerator.set_device_index(processes.local)
         plan.check(chosen, prompts)
-        with checkpoint.claimed(chosen) if ranks.main else nullcontext():
-            ranks.meet()  # the folder is this launch's own
+        with checkpoint.claimed(chosen) if processes.main else nullcontext():
+            processes.meet()  # the folder is this launch's own
             target = target or Target.load(
-                chosen.target, ranks.device, device_map=chosen.device_map
+                chosen.target, processes.device, device_map=chosen.device_map
             )
             # What configs alone do not tell of a drafter (another tokenizer), before it is sampled.
             family(chosen.drafter)(target, chosen.drafter_config())
@@ -78,12 +78,12 @@ def run(chosen: Recipe, target: Target | None = None) -> int:
             if prompts is None:
                 samples = Samples.open(Path(str(chosen.samples)), target)
             else:
-                samples = _sampled(chosen, target, prompts, sources, ranks)
-            ranks.meet()  # the data is ready: from here on no process waits for long
+                samples = _sampled(chosen, target, prompts, sources, processes)
+            processes.meet()  # the data is ready: from here on no process waits for long
             accelerator = _accelerator(chosen)
             trackers.start(accelerator, chosen)
             step = Medusa2 if chosen.adapt else Learner
-            code = Run(step(chosen, target, samples, accelerator)).run(ranks)
+            code = Run(step(chosen, target, samples, accelerator)).run(processes)
             accelerator.end_training()  # of a run that SIGTERM stopped too
             return code
 
@@ -104,7 +104,7 @@ def _check_launch(chosen: Recipe) -> None:
             f"accelerate launch: --mixed_precision {asked} is not done here: it is bf16 where the "
             "GPU has it, else fp32; leave it out"
         )
-    check_spread(chosen.device_map)
+    check_device_map(chosen.device_map)
 
 
 def _accelerator(chosen: Recipe) -> Accelerator:
@@ -138,14 +138,14 @@ def _sampled(
     target: Target,
     prompts: list[Prompt],
     sources: list[str],
-    ranks: Ranks,
+    processes: Processes,
 ) -> Samples:
     """The target's answers to prompts, each process's share made by itself."""
     began = time.perf_counter()
     samples = generate(
         target, prompts, chosen.sampler, chosen.max_new_tokens, chosen.folder / "samples",
-        seed=chosen.seed, about=sources, ranks=ranks,
+        seed=chosen.seed, notes=sources, processes=processes,
     )  # fmt: skip
-    if ranks.main:
+    if processes.main:
         print(f"samples: ready in {time.perf_counter() - began:.0f} s", file=sys.stderr)
     return samples

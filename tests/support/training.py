@@ -206,7 +206,7 @@ def answer_together(
         with processes.launched() as here:
             generate(
                 Target.load(target, here.device), read_prompts(Path(prompts)), Sampler(), 24,
-                Path(folder), 0, batch, ranks=here,
+                Path(folder), 0, batch, processes=here,
             )  # fmt: skip
     except UserError as error:
         raise SystemExit(f"error: {error}") from None

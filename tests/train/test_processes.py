@@ -29,9 +29,8 @@ pytest.importorskip("datasets")
 import training
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.target import Target
-from draftsmith.train import checkpoint, learner, loop
-from draftsmith.train import processes as ranks
-from draftsmith.train.processes import Ranks
+from draftsmith.train import checkpoint, learner, loop, processes
+from draftsmith.train.processes import Processes
 from draftsmith.train.run import main
 from draftsmith.train.samples import store as storage
 from draftsmith.train.samples.samples import Samples
@@ -53,11 +52,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[HashStore]:
     """Where threads meet as processes do; 0 and 1 give signs of life, others do not."""
-    monkeypatch.setattr(ranks, "BEAT", 0.05)
-    monkeypatch.setattr(ranks, "LOST", 0.5)
+    monkeypatch.setattr(processes, "BEAT", 0.05)
+    monkeypatch.setattr(processes, "LOST", 0.5)
     out, over = HashStore(), threading.Event()
     beating = [
-        threading.Thread(target=Ranks(index, 2, index, out).beat, args=(over,)) for index in (0, 1)
+        threading.Thread(target=Processes(index, 2, index, out).beat, args=(over,))
+        for index in (0, 1)
     ]
     for thread in beating:
         thread.start()
@@ -72,7 +72,7 @@ def test_nobody_leaves_before_all_have_come(store: HashStore) -> None:
     seen: list[int] = []
 
     def work(index: int) -> None:
-        each = Ranks(index, 2, index, store)
+        each = Processes(index, 2, index, store)
         for meeting in range(3):
             time.sleep(1.5 if (meeting, index) == (1, 1) else 0)
             seen.append(meeting)
@@ -89,11 +89,11 @@ def test_nobody_leaves_before_all_have_come(store: HashStore) -> None:
 def test_a_dead_process_is_told(store: HashStore) -> None:
     """Of two that do not come, the one that gives no sign of life."""
     with pytest.raises(UserError, match="process 0: process 2 of this launch has ended"):
-        Ranks(0, 3, 0, store).meet()
+        Processes(0, 3, 0, store).meet()
 
 
 def test_a_share_is_each_ones_own() -> None:
-    shares = [Ranks(index, 3).share(range(10)) for index in range(3)]
+    shares = [Processes(index, 3).share(range(10)) for index in range(3)]
     assert sorted(sum(shares, [])) == list(range(10))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
@@ -319,10 +319,10 @@ class Broken:
 )
 def test_an_error_of_its_own_is_not_blamed_on_others(error: Exception) -> None:
     with pytest.raises(type(error), match=str(error)):
-        ranks.summed(Broken(error), torch.ones(1))  # type: ignore[arg-type]
+        processes.summed(Broken(error), torch.ones(1))  # type: ignore[arg-type]
     lost = torch.distributed.DistBackendError("NCCL: remote process exited")
     with pytest.raises(UserError, match="another process of this launch has ended"):
-        ranks.summed(Broken(lost), torch.ones(1))  # type: ignore[arg-type]
+        processes.summed(Broken(lost), torch.ones(1))  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from draftsmith.train.data.chat_template import encode_fitting
 from draftsmith.train.data.conversation import Conversation
 from draftsmith.train.data.endpoint import Endpoint
 from draftsmith.train.data.prompts import Prompt, Skips
-from draftsmith.train.processes import ALONE, SEEN, Ranks
+from draftsmith.train.processes import DISK_DELAY, SINGLE, Processes
 from draftsmith.train.samples import store, writing
 from draftsmith.train.samples.answers import answer_by_server, answer_here
 from draftsmith.train.samples.samples import Samples
@@ -38,8 +38,8 @@ def generate(
     server: Endpoint | None = None,
     foreign: bool = False,
     stop: Sequence[str] = (),
-    about: Sequence[str] = (),
-    ranks: Ranks = ALONE,
+    notes: Sequence[str] = (),
+    processes: Processes = SINGLE,
 ) -> Samples:
     """The target's answers to all prompts, turn by turn, in their order, stored in `folder`.
 
@@ -53,8 +53,8 @@ def generate(
     the end; foreign=True leaves that out, and marks the samples. While it answers nobody it is
     waited for (see endpoint.py); prompts that it failed at are asked again where a call goes on,
     not once the samples are whole. stop: strings that end an answer, besides the end tokens
-    (answers made here only). about: lines for stderr, printed once nothing more can be refused.
-    ranks: processes that call this together, on one disk; each answers its share, the main one
+    (answers made here only). notes: lines for stderr, printed once nothing more can be refused.
+    processes: processes that call this together, on one disk; each answers its share, the main one
     merges them. Raises UserError, all that can be told before anything is computed.
     """
     folder = Path(folder)
@@ -71,36 +71,36 @@ def generate(
     if server:
         manifest["server"] = {"kind": server.kind, "model": server.model}
     audit = 16 if server and not foreign else 0
-    with store.claimed(folder) if ranks.main else nullcontext():
-        if ranks.main and not _complete(folder, manifest):
+    with store.claimed(folder) if processes.main else nullcontext():
+        if processes.main and not _complete(folder, manifest):
             _check_sizes(target, prompts, encoded, max_new_tokens, batch_size, folder)
             store.write_manifest(folder, manifest)
-            for line in [*about, *_differences(target, sampler)]:
+            for line in [*notes, *_differences(target, sampler)]:
                 print(line, file=sys.stderr)
-        ranks.meet()
-        ranks.see(folder / store.MANIFEST)
+        processes.meet()
+        processes.wait_for(folder / store.MANIFEST)
         if _complete(folder, manifest):
-            if ranks.main:
+            if processes.main:
                 shutil.rmtree(folder / store.PARTS, ignore_errors=True)
             return Samples.open(folder, target, audit=0)
         parts = Parts(folder)
-        talks = ranks.share(_to_answer(prompts, encoded, target, parts))
-        ranks.meet()  # nobody stores before all have seen what is stored
+        talks = processes.share(_to_answer(prompts, encoded, target, parts))
+        processes.meet()  # nobody stores before all have seen what is stored
         if server:
             answer_by_server(server, talks, sampler, max_new_tokens, seed, parts, manifest)
         else:
             answer_here(
                 talks, sampler, max_new_tokens, seed, batch_size, stop, parts, len(prompts),
-                shown=ranks.main,
+                shown=processes.main,
             )  # fmt: skip
         _tell_unasked(talks)
-        ranks.meet()
-        if ranks.main:
+        processes.meet()
+        if processes.main:
             parts = _gathered(parts, {i for i, ids in enumerate(encoded) if ids})
             made = writing.finish(folder, manifest, parts, target, audit)
-        ranks.meet()
-        ranks.see(folder / store.ROWS)
-        return made if ranks.main else Samples.open(folder, target, audit=0)
+        processes.meet()
+        processes.wait_for(folder / store.ROWS)
+        return made if processes.main else Samples.open(folder, target, audit=0)
 
 
 def _complete(folder: Path, manifest: dict[str, Any]) -> bool:
@@ -117,7 +117,7 @@ def _gathered(parts: Parts, asked: set[int]) -> Parts:
 
     Those of another node may take a while to show on a shared disk; UserError where they do not.
     """
-    deadline = time.monotonic() + SEEN
+    deadline = time.monotonic() + DISK_DELAY
     while missing := asked.difference(parts.indices, parts.given_up):
         if time.monotonic() > deadline:
             raise UserError(

@@ -35,7 +35,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.causal_lm import Tap
 from draftsmith.drafters.target.target import Target
 from draftsmith.train import checkpoint
-from draftsmith.train.processes import ALONE, Ranks
+from draftsmith.train.processes import SINGLE, Processes
 from draftsmith.train.progress import CountLine
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples import store
@@ -117,10 +117,10 @@ class FeatureCache:
 
     # ---------------------------------------------------------------- making it
 
-    def prepare(self, accelerator: Accelerator, ranks: Ranks = ALONE) -> None:
+    def prepare(self, accelerator: Accelerator, processes: Processes = SINGLE) -> None:
         """Computes what is not there yet, each process its share, and proves what is there.
 
-        Processes wait for each other where waiting costs nothing (ranks.py): it may take hours.
+        Processes wait for each other where waiting costs nothing (processes.py): it may take hours.
 
         Raises UserError before anything is computed: beyond the budget or the disk, another run is
         writing there, a shard is broken; and for states that are not the target's.
@@ -140,9 +140,9 @@ class FeatureCache:
         if need:
             self._check_room(need)
         with self._claimed() if main and need else nullcontext():
-            ranks.meet()  # the folder is this launch's own
+            processes.meet()  # the folder is this launch's own
             self._compute(accelerator)
-            ranks.meet()
+            processes.meet()
         for number in range(len(self.shards)):
             self._open(number)
         with accelerator.autocast():

@@ -32,7 +32,7 @@ from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance.replay import moments, replay
-from draftsmith.train import checkpoint, recipe
+from draftsmith.train import checkpoint, journal, recipe
 from draftsmith.train.data.chat_template import encode
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.data.sources import read_prompts
@@ -136,7 +136,7 @@ def run(family: str, name: str, seed: int, steps: int, samples: Path, runs: Path
             sys.exit(code)
         seconds = time.perf_counter() - began
     drafter = storage.load(chosen.folder / f"checkpoint-{steps}", target())
-    log = [m for m in checkpoint.read_metrics(chosen.folder) if m["kind"] == "train"]
+    log = [m for m in journal.read_metrics(chosen.folder) if m["kind"] == "train"]
     return {
         "objective": name,
         "family": family,

@@ -25,7 +25,7 @@ from draftsmith.drafters.base import Drafter, DrafterConfig, Unroll
 from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance.replay import replay
-from draftsmith.train.checkpoint import read_metrics
+from draftsmith.train.journal import read_metrics
 from draftsmith.train.recipe import Recipe, load
 from draftsmith.train.samples.packing import collate
 from draftsmith.train.samples.samples import Samples

@@ -30,7 +30,7 @@ def measure(name: str, samples: str, runs: str) -> dict[str, Any]:
     import torch
 
     from draftsmith.train import recipe
-    from draftsmith.train.checkpoint import read_metrics
+    from draftsmith.train.journal import read_metrics
     from draftsmith.train.plan.plan import plan
     from draftsmith.train.run import run
 

@@ -24,7 +24,7 @@ from draftsmith.eval.speed.clocks import WARM_UP
 from draftsmith.recipes.commands import Bench
 from draftsmith.recipes.options import numbers
 from draftsmith.recipes.shared import check_room, digest, ngram, take_prompts
-from draftsmith.train import checkpoint
+from draftsmith.train import disk
 from draftsmith.train.progress import CountLine
 
 _SYNTHETIC_PROMPTS = 8
@@ -75,7 +75,7 @@ def run(asked: Bench) -> None:
     )  # fmt: skip
     console = Console()
     _print(store, console)
-    checkpoint.write(asked.output / "bench.md", bench_table.markdown(store.content))
+    disk.write(asked.output / "bench.md", bench_table.markdown(store.content))
     console.print(f"written: {store.path} and bench.md")
 
 

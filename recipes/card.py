@@ -19,7 +19,7 @@ from draftsmith.drafters.export import Serving
 from draftsmith.eval.evaluate import count_parameters
 from draftsmith.eval.report import report as pages
 from draftsmith.eval.report.provenance import provenance
-from draftsmith.train import checkpoint
+from draftsmith.train import journal
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ def _measured(run: Path, name: str) -> dict[str, Any]:
     step = name.removeprefix("checkpoint-")
     if not step.isdigit():
         return {}
-    lines = checkpoint.read_metrics(run)
+    lines = journal.read_metrics(run)
     found: dict[str, Any] = {}
     if lines:
-        found["tokens_trained"] = checkpoint.learned(run, int(step))
+        found["tokens_trained"] = journal.learned(run, int(step))
     for line in lines:
         own = line["kind"] == "replay" and not line.get("biased")  # on text the target wrote
         if own and line["step"] == int(step):

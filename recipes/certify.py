@@ -39,7 +39,7 @@ def certify(
     from draftsmith.eval.certify.subject import Subject, untouched, untrained
     from draftsmith.eval.report.provenance import provenance
     from draftsmith.recipes.shared import check_file
-    from draftsmith.train import checkpoint as checkpoints
+    from draftsmith.train import disk
     from draftsmith.train.data.chat_template import encode
     from draftsmith.train.data.prompts import product_prompts
 
@@ -73,7 +73,7 @@ def certify(
     print(f"{len(checks) - failed} of {len(checks)} checks passed")
     if output is not None:
         about = {"target": loaded.identity(), "drafters": list(drafters), **provenance()}
-        checkpoints.write(output, json.dumps(certificate(checks) | about, indent=1) + "\n")
+        disk.write(output, json.dumps(certificate(checks) | about, indent=1) + "\n")
         print(f"written: {output}")
     if failed:
         raise typer.Exit(1)

@@ -35,7 +35,7 @@ from draftsmith.recipes import compare_page
 from draftsmith.recipes.commands import Compare
 from draftsmith.recipes.options import judge
 from draftsmith.recipes.shared import digest, make_folder, ngram, once, read_run, take_prompts
-from draftsmith.train import checkpoint
+from draftsmith.train import journal
 from draftsmith.train.progress import CountLine
 from draftsmith.train.samples.heldout import HeldOut, answered
 
@@ -228,7 +228,7 @@ def _learned(entry: Entry) -> int | None:
     if entry.run is None or entry.place is None:
         return None
     step = entry.place.resolve().name.removeprefix("checkpoint-")
-    return checkpoint.learned(entry.run, int(step)) if step.isdigit() else None  # a copy, renamed
+    return journal.learned(entry.run, int(step)) if step.isdigit() else None  # a copy, renamed
 
 
 def _curve(entry: Entry) -> dict[str, Any] | None:
@@ -241,7 +241,7 @@ def _curve(entry: Entry) -> dict[str, Any] | None:
         return None
     points = [
         (m["tokens"], m["tau"])
-        for m in checkpoint.read_metrics(entry.run)
+        for m in journal.read_metrics(entry.run)
         if m["kind"] == "replay" and m.get("tokens") and not m.get("biased")
     ]
     if len(points) < 3:

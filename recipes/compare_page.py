@@ -15,7 +15,7 @@ from draftsmith.eval.report import plots
 from draftsmith.eval.report import report as pages
 from draftsmith.eval.report.report import fixed
 from draftsmith.eval.speed import clocks
-from draftsmith.train import checkpoint
+from draftsmith.train import disk
 
 Report = dict[str, Any]
 
@@ -129,10 +129,10 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[tuple[str, list[st
 
 def write(report: Report, folder: Path) -> None:
     """compare.md, compare.html and compare.json, the last of them last."""
-    checkpoint.write(folder / "compare.md", markdown(report))
-    checkpoint.write(folder / "compare.html", page(report))
+    disk.write(folder / "compare.md", markdown(report))
+    disk.write(folder / "compare.html", page(report))
     text = json.dumps(report, indent=1, allow_nan=False) + "\n"
-    checkpoint.write(folder / "compare.json", text)
+    disk.write(folder / "compare.json", text)
 
 
 def markdown(report: Report) -> str:

@@ -64,7 +64,7 @@ def evaluate(
     from draftsmith.eval.evaluate import evaluate as measure
     from draftsmith.eval.evaluation_table import show
     from draftsmith.recipes.shared import check_room, ngram, read_run, take_prompts
-    from draftsmith.train import checkpoint as checkpoints
+    from draftsmith.train import disk
     from draftsmith.train.data.chat_template import encode
     from draftsmith.train.progress import CountLine
 
@@ -123,7 +123,7 @@ def evaluate(
             "hit_rates": shape.rates.tolist(),
         }
     if output is not None:
-        checkpoints.write(output / "report.json", json.dumps(report, indent=1) + "\n")
+        disk.write(output / "report.json", json.dumps(report, indent=1) + "\n")
         print(f"written: {output / 'report.json'}")
     judge(found.parity is None or found.parity.holds)
 

@@ -35,7 +35,7 @@ from draftsmith.eval.speed.model import Costs
 from draftsmith.recipes.commands import Report
 from draftsmith.recipes.options import judge
 from draftsmith.recipes.shared import digest, once, read_run, samples_of, take_prompts
-from draftsmith.train import checkpoint
+from draftsmith.train import journal
 from draftsmith.train.progress import CountLine
 from draftsmith.train.samples.heldout import HeldOut, also_trained_on, answered, slug
 
@@ -81,7 +81,7 @@ def report(settings: Report) -> dict[str, Any]:
     }
     replays = _replays(run, weights, target, sets, k, settings.seed)
     rows = [
-        {"step": step, "tokens_learned": checkpoint.learned(run, step), "replay": replays[step]}
+        {"step": step, "tokens_learned": journal.learned(run, step), "replay": replays[step]}
         for step in steps
     ]
     served = pages.label(recipe.sampler)

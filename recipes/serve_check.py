@@ -27,7 +27,7 @@ from draftsmith.eval.servers.check import TEMPERATURES, collect, report
 from draftsmith.eval.servers.client import Running
 from draftsmith.recipes.commands import ServeCheck
 from draftsmith.recipes.shared import check_file, check_room, take_prompts
-from draftsmith.train import checkpoint as checkpoints
+from draftsmith.train import disk
 from draftsmith.train.data.chat_template import encode
 from draftsmith.train.progress import CountLine
 
@@ -41,7 +41,7 @@ def run(asked: ServeCheck) -> None:
     found = measure(asked)
     show(found, Console())
     if asked.output is not None:
-        checkpoints.write(asked.output, json.dumps(found, indent=1) + "\n")
+        disk.write(asked.output, json.dumps(found, indent=1) + "\n")
         print(f"written: {asked.output}")
     if not found["holds"]:
         print(f"error: server and replay disagree: {_why(found)}", file=sys.stderr)

@@ -14,7 +14,7 @@ from draftsmith.drafters import base
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError, cannot_write
 from draftsmith.drafters.target.shell import Shell
-from draftsmith.train import checkpoint
+from draftsmith.train import checkpoint, disk
 from draftsmith.train.data.prompts import Prompt, product_prompts
 from draftsmith.train.data.sources import balanced, read_source
 from draftsmith.train.recipe import Recipe, parse
@@ -126,6 +126,6 @@ def once(
     made = stored.get("key") != key
     if made:
         stored = {"key": key, "made": make()}
-        checkpoint.write(file, json.dumps(stored, indent=1, allow_nan=False) + "\n")
+        disk.write(file, json.dumps(stored, indent=1, allow_nan=False) + "\n")
         stored = json.loads(file.read_text())  # the same types, made or read
     return stored["made"], made

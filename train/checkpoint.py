@@ -11,7 +11,6 @@ moment finds either all of it or none.
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import random
@@ -24,15 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from filelock import FileLock, Timeout
 from torch import Tensor
 
 from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import NOT_WRITTEN, UserError, cannot_write
-from draftsmith.train import trackers
+from draftsmith.train import disk, trackers
 from draftsmith.train.recipe import Recipe, parse
-from draftsmith.train.samples import store
 
 # Keys that do not decide the weights: a run may go on with other values. (What the samples hold
 # is compared by content, wherever they lie.)
@@ -50,23 +47,19 @@ def claimed(recipe: Recipe) -> Iterator[None]:
     folder = recipe.folder
     taken = f"{folder}: another process is training there; wait for it, or give another name"
     unwritable = f"{folder}: cannot be written ({{reason}}); change runs"
-    with store.locked(folder, taken, unwritable):
+    with disk.locked(folder, taken, unwritable):
         _claim(recipe)
         yield
 
 
 def check_idle(folder: Path) -> None:
     """Raises UserError while a process trains in a run's folder, or where it cannot be written."""
-    try:
-        with FileLock(folder / ".lock").acquire(timeout=0):
-            pass
-    except Timeout:
-        raise UserError(
-            f"{folder}: a process is still training there; wait for it, or stop it (training goes "
-            "on from its last checkpoint)"
-        ) from None
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror}); copy the run") from None
+    taken = (
+        f"{folder}: a process is still training there; wait for it, or stop it (training goes on "
+        "from its last checkpoint)"
+    )
+    with disk.locked(folder, taken, f"{folder}: cannot be written ({{reason}}); copy the run"):
+        pass
 
 
 def _claim(recipe: Recipe) -> None:
@@ -89,7 +82,7 @@ def _claim(recipe: Recipe) -> None:
     own = {"recipe.yaml", "metrics.jsonl", "samples", *trackers.FOLDERS}
     if any(p.name not in own for p in folder.iterdir() if p.name[0] != "."):
         raise UserError(f"{folder}: not empty and no run of draftsmith; give another name")
-    write(path, yaml.safe_dump(recipe.flat(), sort_keys=False))
+    disk.write(path, yaml.safe_dump(recipe.flat(), sort_keys=False))
 
 
 def _deciding(recipe: Recipe) -> dict[str, Any]:
@@ -118,7 +111,7 @@ def save(
         scratch.mkdir()
         storage.save(drafter, scratch, weights)
         torch.save(state | {"step": step, "rng": rng_state()}, scratch / "state.pt")
-        publish(scratch, place)
+        disk.publish(scratch, place)
     except torch.OutOfMemoryError:  # of a device: a RuntimeError, but not the disk's
         raise
     except NOT_WRITTEN as error:
@@ -126,15 +119,6 @@ def save(
         remedy = "those before it are whole: make room, and run the same command again"
         raise cannot_write(place, error, remedy) from None
     return place
-
-
-def publish(scratch: Path, place: Path) -> None:
-    """Renames a folder of files once all of it is on disk: its name stands for the whole."""
-    for file in scratch.iterdir():
-        _flush(file)
-    _flush(scratch)
-    os.replace(scratch, place)
-    _flush(place.parent)
 
 
 def mark_best(folder: Path, step: int) -> None:
@@ -179,64 +163,7 @@ def rng_state() -> dict[str, Any]:
 
 def set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
-    for index, of in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
-        torch.cuda.set_rng_state(of, index)  # there may be fewer devices now
+    for index, one in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
+        torch.cuda.set_rng_state(one, index)  # there may be fewer devices now
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
-
-
-class Metrics:
-    """The run's log: JSON lines, cut back to the checkpoint on resume."""
-
-    def __init__(self, folder: Path, step: int) -> None:
-        self.path = folder / "metrics.jsonl"
-        kept = [m for m in read_metrics(folder) if m["step"] <= step]
-        write(self.path, "".join(json.dumps(m) + "\n" for m in kept))
-
-    def write(self, **values: Any) -> None:
-        try:
-            with self.path.open("a") as file:
-                file.write(json.dumps(values) + "\n")
-        except OSError as error:
-            raise cannot_write(
-                self.path, error, "make room, and run the same command again"
-            ) from None
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """All logged lines of a run; a last line cut short by a kill is left out."""
-    path = folder / "metrics.jsonl"
-    out = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        try:
-            out.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return out
-
-
-def learned(folder: Path, step: int) -> int:
-    """Target-made tokens that a run had learned from at a step, by its log; repeats counted."""
-    lines = read_metrics(folder)
-    return max((m["tokens"] for m in lines if "tokens" in m and m["step"] <= step), default=0)
-
-
-def write(path: Path, text: str) -> None:
-    """Replaces a file by `text` in one step, on disk when it returns. Raises UserError."""
-    scratch = path.with_name(f".{path.name}")
-    try:
-        scratch.write_text(text)
-        _flush(scratch)
-        os.replace(scratch, path)
-    except OSError as error:
-        scratch.unlink(missing_ok=True)
-        raise cannot_write(path, error, "make room, or name another place") from None
-
-
-def _flush(path: Path) -> None:
-    """Waits until a file's or folder's content is on disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

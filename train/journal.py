@@ -5,15 +5,17 @@ Whether a run is finished, or goes on for nothing, follows from its log alone.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from draftsmith.drafters.errors import cannot_write
 from draftsmith.eval.acceptance.replay import Replay
 from draftsmith.eval.report.provenance import provenance
-from draftsmith.train import trackers, watch
-from draftsmith.train.checkpoint import Metrics, read_metrics
+from draftsmith.train import disk, trackers, watch
 from draftsmith.train.learner import Learner
 from draftsmith.train.objective.weights import Sums
 from draftsmith.train.processes import on_any
@@ -28,8 +30,8 @@ class Journal:
         self.main: bool = self.accelerator.is_main_process
         self.tau = float("nan")  # the last replay's
         self.began = time.perf_counter()
-        self.metrics: Metrics | None = None  # both on the main process only
-        self.line: CountLine | None = None
+        self.file = self.recipe.folder / "metrics.jsonl"
+        self.line: CountLine | None = None  # on the main process only, once it is open
         self.window = Sums.zero(learner.depths)  # since the last line of the log
 
     def open(self, resumed: bool) -> None:
@@ -37,8 +39,9 @@ class Journal:
             recipe, step = self.recipe, self.learner.step
             self.line = CountLine("step", recipe.steps, step, every=0)
             # Without a checkpoint nothing that was logged before still holds.
-            self.metrics = Metrics(recipe.folder, step if resumed else -1)
-            self.metrics.write(kind="start", step=step, seed=recipe.seed, **provenance())
+            kept = self.lines() if resumed else []
+            disk.write(self.file, "".join(json.dumps(m) + "\n" for m in kept))
+            self._append(kind="start", step=step, seed=recipe.seed, **provenance())
 
     def say(self, text: str) -> None:
         if self.main:
@@ -47,10 +50,18 @@ class Journal:
     def write(self, **values: Any) -> None:
         """One line of metrics.jsonl, and the same keys to the tracker."""
         values |= {"step": self.learner.step, "tokens": self.learner.tokens}
-        if self.metrics:
-            self.metrics.write(**values)
+        if self.line:
+            self._append(**values)
         if self.recipe.tracker:
             self.accelerator.log(trackers.flat(values), step=self.learner.step)
+
+    def _append(self, **values: Any) -> None:
+        try:
+            with self.file.open("a") as file:
+                file.write(json.dumps(values) + "\n")
+        except OSError as error:
+            remedy = "make room, and run the same command again"
+            raise cannot_write(self.file, error, remedy) from None
 
     def train(self, norm: float, speed: float) -> None:
         """The steps since the last line; norm: of the last gradient, speed in tokens/s."""
@@ -130,3 +141,21 @@ class Journal:
     def _seconds(self) -> float:
         """Wall time of the run: replays and earlier parts included."""
         return time.perf_counter() - self.began
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """All logged lines of a run; a last line cut short by a kill is left out."""
+    path = folder / "metrics.jsonl"
+    out = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            out.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return out
+
+
+def learned(folder: Path, step: int) -> int:
+    """Target-made tokens that a run had learned from at a step, by its log; repeats counted."""
+    lines = read_metrics(folder)
+    return max((m["tokens"] for m in lines if "tokens" in m and m["step"] <= step), default=0)

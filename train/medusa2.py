@@ -38,7 +38,7 @@ from draftsmith.drafters.sampling import Noise
 from draftsmith.drafters.target.causal_lm import CausalLM
 from draftsmith.drafters.target.source import Source, resolve
 from draftsmith.drafters.target.target import Target
-from draftsmith.train import checkpoint, watch
+from draftsmith.train import disk, watch
 from draftsmith.train.learner import Learner
 from draftsmith.train.lora import Adapters
 from draftsmith.train.objective.objective import backward
@@ -252,7 +252,7 @@ class Medusa2(Learner):
 
     def _publish(self) -> None:
         if self.accelerator.is_main_process and not self.place.exists():
-            checkpoint.publish(self.scratch, self.place)
+            disk.publish(self.scratch, self.place)
 
     def checkpoint_size(self) -> int:
         return super().checkpoint_size() + 4 * self.adapters.size

@@ -1,19 +1,7 @@
 """wandb and TensorBoard, through accelerate: `tracker: wandb`, `tensorboard`, or a list of both.
 
-Both get the same keys, at the run's step; runs/NAME/metrics.jsonl holds the same values, nested.
-
-    train/loss            mean loss of the steps since the last line
-    train/alpha_J         overlap of p and q at depth J, over all anchors (not a serving figure)
-    train/lr, train/grad_norm, train/grad_norms_MODULE
-    train/tokens_per_s    positions learned from
-    replay/tau            tokens per verify pass on the held-out conversations, at k=replay/k
-    replay/tau_ci_0, _1   its 95% interval
-    replay/tau_by_k_K     the same for every draft length up to k
-    replay/tau_greedy_by_k_K  the same where q's argmax is drafted, as servers do by default
-    replay/alpha_J        acceptance at depth J, as served
-    replay/seconds        wall time of the run so far
-    replay/biased         1 where the held-out text is not the target's own
-    KIND/step, KIND/tokens   of both kinds: optimizer steps, positions learned from so far
+Both get the keys that recipes/README.md lists, at the run's step; runs/NAME/metrics.jsonl holds the
+same values, nested.
 
 wandb writes into runs/NAME/wandb (WANDB_MODE=offline needs no account), TensorBoard into
 runs/NAME/draftsmith: `tensorboard --logdir runs`. A run that goes on is one run in wandb: its id

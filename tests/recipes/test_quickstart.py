@@ -23,7 +23,7 @@ from draftsmith.eval.report import report as eval_report
 from draftsmith.recipes import compare as house
 from draftsmith.recipes import compare_page as pages
 from draftsmith.recipes.quickstart import NEXT, RECIPES, STAGES, quickstart
-from draftsmith.train import checkpoint
+from draftsmith.train import journal
 from draftsmith.train.learner import Learner
 from walker import NUMBER, Visible, strangers
 
@@ -69,7 +69,7 @@ def test_report(whole: Path) -> None:
     demo = found["notes"][0]
     assert "16 answers" in demo and "demo" in demo and "500,000" in demo
     for name in RECIPES:
-        lines = [m for m in checkpoint.read_metrics(whole / name) if m["kind"] == "replay"]
+        lines = [m for m in journal.read_metrics(whole / name) if m["kind"] == "replay"]
         best = max(lines[1:], key=lambda m: m["tau"])
         assert found["drafters"][name]["tokens_learned"] == best["tokens"] > 0
     page = (whole / "compare.md").read_text()
@@ -234,9 +234,7 @@ def test_killed_at_any_stage(whole: Path, target: Path, tmp_path: Path, seed: in
     assert process.exitcode == 0
     for name in RECIPES:
         assert training.differences(whole / name, folder / name, quick.STEPS) == []
-        replays = [
-            m["step"] for m in checkpoint.read_metrics(folder / name) if m["kind"] == "replay"
-        ]
+        replays = [m["step"] for m in journal.read_metrics(folder / name) if m["kind"] == "replay"]
         assert replays == [0, 2, 4]
     ours, theirs = counts(report(folder)), counts(report(whole))
     assert ours == theirs

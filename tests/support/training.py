@@ -30,7 +30,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.recipes import card, commands, export
-from draftsmith.train import checkpoint, learner, processes
+from draftsmith.train import checkpoint, disk, journal, learner, processes
 from draftsmith.train.data.sources import read_prompts
 from draftsmith.train.learner import Learner
 from draftsmith.train.objective.weights import Sums
@@ -268,7 +268,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 def slowed() -> None:
     """In the process to be killed: each step and each file of a checkpoint takes a while, so that
     a moment between two of them can be met, on a machine of any speed."""
-    step, flush, save = Learner.advance, checkpoint._flush, torch.save
+    step, flush, save = Learner.advance, disk.flush, torch.save
 
     def slow_step(self: Learner, states: Any) -> Any:
         time.sleep(0.05)
@@ -287,7 +287,7 @@ def slowed() -> None:
         file.write_bytes(content)
 
     Learner.advance = slow_step  # type: ignore[method-assign]
-    checkpoint._flush = slow_flush
+    disk.flush = slow_flush
     torch.save = slow_save
 
 
@@ -376,7 +376,7 @@ def state(run: Path, step: int) -> dict[str, Any]:
 def metrics(run: Path) -> list[dict[str, Any]]:
     """The lines of a run's log that must repeat, without what depends on the clock."""
     clocks = ("seconds", "tokens_per_s")
-    lines = [m for m in checkpoint.read_metrics(run) if m["kind"] != "start"]
+    lines = [m for m in journal.read_metrics(run) if m["kind"] != "start"]
     return [{k: v for k, v in line.items() if k not in clocks} for line in lines]
 
 

@@ -26,7 +26,7 @@ import training
 from draftsmith.drafters import storage
 from draftsmith.drafters.target.target import Target
 from draftsmith.train import checkpoint
-from draftsmith.train.checkpoint import read_metrics
+from draftsmith.train.journal import read_metrics
 from draftsmith.train.samples import store
 from training import World, differences
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.train.checkpoint import read_metrics
+from draftsmith.train.journal import read_metrics
 from draftsmith.train.run import main
 from places import RECIPES
 from training import sample, save_target, write_prompts

@@ -29,7 +29,7 @@ from draftsmith.drafters.batch import align
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.target import Target
 from draftsmith.recipes import commands, compare, export, report
-from draftsmith.train import checkpoint, loop, lora, medusa2, recipe
+from draftsmith.train import checkpoint, journal, loop, lora, medusa2, recipe
 from draftsmith.train.loop import Run
 from draftsmith.train.medusa2 import Medusa2
 from draftsmith.train.objective import objective
@@ -306,7 +306,7 @@ def test_the_folder_holds_the_adapted_target(world: World, run: Path) -> None:
     assert record["kl"] == pytest.approx(kl / tokens, rel=1e-3) and kl / tokens > 1e-4
     assert (record["spec"], record["revision"]) == (old["spec"], old["revision"])
     assert (record["rank"], record["steps"], record["kl_tokens"]) == (RANK, STEPS, tokens)
-    assert record["tokens"] == checkpoint.learned(run, STEPS)
+    assert record["tokens"] == journal.learned(run, STEPS)
     same = ("tokenizer_hash", "template_hash", "vocab_size", "hidden_size", "num_layers")
     assert [new.identity()[key] for key in same] == [old[key] for key in same]
     assert new.eos_ids == [tiny.EOS]

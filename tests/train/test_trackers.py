@@ -22,9 +22,10 @@ pytest.importorskip("datasets")
 import training
 from draftsmith.drafters.target.target import Target
 from draftsmith.train import loop, trackers
-from draftsmith.train.checkpoint import read_metrics
+from draftsmith.train.journal import read_metrics
 from draftsmith.train.recipe import load
 from draftsmith.train.run import main
+from places import RECIPES
 from training import World
 
 DEPTHS, K = 2, 3
@@ -49,9 +50,10 @@ def recipe(world: World, name: str, trackers: Any) -> Path:
 
 
 def documented() -> set[str]:
-    """The keys that the docstring names, indices and draft lengths filled in."""
+    """The keys that the recipes' README names, indices and draft lengths filled in."""
     found: set[str] = set()
-    for kind, name in re.findall(r"\b(train|replay|KIND)/(\w+)", trackers.__doc__ or ""):
+    text = (RECIPES / "README.md").read_text().partition("## Trackers")[2].partition("\n## ")[0]
+    for kind, name in re.findall(r"\b(train|replay|KIND)/(\w+)", text):
         kinds = ("train", "replay") if kind == "KIND" else (kind,)
         for one in kinds:
             depths = range(DEPTHS if one == "train" else K)

@@ -33,7 +33,7 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance.replay import Replay, tables
 from draftsmith.eval.servers.agreement import walk
-from draftsmith.train import checkpoint, learner, loop, recipe
+from draftsmith.train import checkpoint, journal, learner, loop, recipe
 from draftsmith.train.learner import Learner
 from draftsmith.train.loop import Run
 from draftsmith.train.objective.weights import Sums
@@ -89,7 +89,7 @@ def test_a_run_trains(world: World, drafter: str) -> None:
     best = max((s for s in taus if s), key=lambda s: taus[s])
     assert (run / "best").is_symlink()
     assert os.readlink(run / "best") == f"checkpoint-{best}", "relative: a run can be moved"
-    start = checkpoint.read_metrics(run)[0]
+    start = journal.read_metrics(run)[0]
     assert start["kind"] == "start" and start["seed"] == 0 and start["versions"]["torch"]
     for m in log:
         assert m["tokens"] >= 0

@@ -12,7 +12,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from typing import Any
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
+from draftsmith.train import disk
 from draftsmith.train.data.chat_template import check_template, control_tokens, encoded, rendered
 from draftsmith.train.data.prompts import Messages, Prompt
 from draftsmith.train.samples.generate import generate
@@ -96,9 +96,7 @@ def write_prompts(
     lines = (
         json.dumps({"prompt": text, "source": "self"}, ensure_ascii=False) for text in found.kept
     )
-    temp = file.with_name(file.name + ".tmp")
-    temp.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    os.replace(temp, file)
+    disk.write(file, "".join(line + "\n" for line in lines))
     return found
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.drafters.errors import UserError, cannot_write
+from draftsmith.train import disk
 from draftsmith.train.data.files import BROKEN, library
 
 FORMAT = 1
@@ -59,41 +59,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Replaces the manifest in one step. Raises UserError."""
-    temp = folder / f"{MANIFEST}.tmp"
-    try:
-        with temp.open("w", encoding="utf-8") as stream:
-            json.dump(manifest, stream, indent=1)
-            stream.write("\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temp, folder / MANIFEST)
-    except OSError as error:
-        raise cannot_write(folder / MANIFEST, error, ROOM) from None
-
-
-@contextmanager
-def locked(folder: Path, taken: str, unwritable: str) -> Iterator[None]:
-    """Makes a folder and keeps other processes out of it; a killed one's lock ends with it.
-
-    Raises UserError: `taken` where another one holds it; `unwritable`, its {reason} filled in,
-    where it cannot be made or locked.
-    """
-    from filelock import FileLock, Timeout
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".lock")
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise UserError(taken) from None
-    except OSError as error:
-        raise UserError(
-            unwritable.replace("{reason}", error.strerror or type(error).__name__)
-        ) from None
-    try:
-        yield
-    finally:
-        lock.release()
+    disk.write(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n", ROOM)
 
 
 @contextmanager
@@ -104,8 +70,8 @@ def claimed(folder: Path) -> Iterator[None]:
     """
     taken = f"samples {folder}: another run is writing there; wait for it"
     unwritable = f"samples {folder}: cannot be written ({{reason}}); name another"
-    with locked(folder, taken, unwritable):
-        others = {f.name for f in folder.iterdir()} - {".lock", f"{MANIFEST}.tmp"}
+    with disk.locked(folder, taken, unwritable):
+        others = {f.name for f in folder.iterdir()} - {".lock", f".{MANIFEST}", f"{MANIFEST}.tmp"}
         if others and MANIFEST not in others:
             raise UserError(
                 f"samples {folder}: holds other files ({min(others)}); name an empty folder"
@@ -135,12 +101,9 @@ def save(dataset: Any, folder: Path) -> None:
     shutil.rmtree(temp, ignore_errors=True)
     try:
         dataset.save_to_disk(str(temp))
-        for file in temp.iterdir():
-            with file.open("rb") as stream:
-                os.fsync(stream.fileno())
         if folder.exists():
             shutil.rmtree(folder)
-        os.rename(temp, folder)
+        disk.publish(temp, folder)
     except OSError as error:
         shutil.rmtree(temp, ignore_errors=True)
         raise cannot_write(folder, error, ROOM) from None

@@ -34,7 +34,7 @@ from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.causal_lm import Tap
 from draftsmith.drafters.target.target import Target
-from draftsmith.train import checkpoint
+from draftsmith.train import disk
 from draftsmith.train.processes import SINGLE, Processes
 from draftsmith.train.progress import CountLine
 from draftsmith.train.recipe import Recipe
@@ -172,8 +172,8 @@ class FeatureCache:
             f"feature_cache: {self.folder} cannot be written ({{reason}}); copy the samples to "
             "where it can, or leave the key out"
         )
-        with store.locked(self.folder, taken, unwritable):
-            checkpoint.write(self.folder / "about.json", json.dumps(self.about, indent=1) + "\n")
+        with disk.locked(self.folder, taken, unwritable):
+            disk.write(self.folder / "about.json", json.dumps(self.about, indent=1) + "\n")
             yield
 
     def _compute(self, accelerator: Accelerator) -> None:
@@ -197,8 +197,7 @@ class FeatureCache:
         path = self._path(number)
         scratch = path.with_suffix(".tmp")
         save_file({"states": torch.cat(parts)}, scratch, {"cache": self.digest})
-        with scratch.open("rb") as stream:
-            os.fsync(stream.fileno())
+        disk.flush(scratch)
         os.replace(scratch, path)
 
     def _states(self, batch: Batch, rows: list[list[int]]) -> Tensor:

@@ -25,7 +25,7 @@ from draftsmith.drafters.base import family
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.evaluate import count_parameters
-from draftsmith.train import checkpoint, recipe
+from draftsmith.train import checkpoint, journal, recipe
 from draftsmith.train.learner import Learner
 from draftsmith.train.lora import Lora
 from draftsmith.train.medusa2 import Medusa2
@@ -308,7 +308,7 @@ def test_disk_and_tokens(world: World, drafter: str, changes: dict[str, Any]) ->
     size = sum(f.stat().st_size for f in files)
     other = 40_000 * len(checkpoint.steps(run))  # states of generators, the window, names
     assert made.disk["checkpoints"] <= size <= 1.05 * made.disk["checkpoints"] + other
-    learned = checkpoint.read_metrics(run)[-1]["tokens"]
+    learned = journal.read_metrics(run)[-1]["tokens"]
     assert made.tokens["learned"] == pytest.approx(learned, rel=0.15)
 
 

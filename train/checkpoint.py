@@ -93,7 +93,7 @@ def _deciding(recipe: Recipe) -> dict[str, Any]:
 
 
 def size(stored: int, trained: int, adapters: int) -> int:
-    """Bytes of a checkpoint, about: the drafter's own, `stored` bytes of them, the moments of all
+    """Bytes of a checkpoint, roughly: the drafter's own, `stored` bytes of them, the moments of all
     trained numbers, and those of them that are adapters (fp32) beside."""
     return stored + _MOMENTS * trained + 4 * adapters
 

@@ -107,8 +107,8 @@ class Journal:
         )
 
     def lines(self) -> list[dict[str, Any]]:
-        """The log up to this step. It may go on: where the last checkpoint was damaged and deleted,
-        it still tells of it."""
+        """The log up to this step. The file may go on: where the last checkpoint was damaged and
+        deleted, its lines are still there."""
         return [m for m in read_metrics(self.recipe.folder) if m["step"] <= self.learner.step]
 
     def replays(self) -> list[dict[str, Any]]:

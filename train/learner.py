@@ -67,7 +67,7 @@ class Learner:
         self.states: States = states or Computed(target, self.drafter.taps)
         self.step = 0
         self.tokens = 0  # positions learned from so far
-        self.running = Running.start(self.depths)  # what losses and the curriculum go by
+        self.running = Running.start(self.depths)  # what losses and the curriculum read
         self.still = {n for n, p in self.drafter.named_parameters() if p.requires_grad}  # unmoved
         self.norms: dict[str, float] = {}  # of the last step's gradients, before clipping
 
@@ -145,7 +145,7 @@ class Learner:
             self.norms = watch.gradient_norms(self.learning)
         whole = torch.nn.utils.get_total_norm([p.grad for p in moving if p.grad is not None])
         norm = whole.item()
-        if not math.isfinite(norm):  # told before clipping spreads it over every gradient
+        if not math.isfinite(norm):  # said before clipping puts it into every gradient
             watch.check_finite(self.step + 1, watch.gradients(self.learning))
         torch.nn.utils.clip_grads_with_norm_(moving, recipe.clip, whole)
         self.optimizer.step()

@@ -117,7 +117,7 @@ def check_target(target: Target, rank: int) -> None:
         raise UserError(f"adapt: target {spec} has no linear layers to adapt; leave adapt out")
     check_rank("adapt", adapted, rank)
     with tempfile.TemporaryDirectory() as folder:
-        try:  # told now, not when all is trained
+        try:  # refused now, not when all is trained
             target.hf.generation_config.save_pretrained(folder)
         except ValueError as error:
             line = " ".join(str(error).split())[:200]

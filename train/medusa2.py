@@ -57,17 +57,17 @@ def judged(batch: Batch) -> Tensor:
 
 
 def divergence(
-    target: CausalLM, old: Tensor, new: Tensor, where: Tensor, rows: int
+    target: CausalLM, old: Tensor, new: Tensor, counted: Tensor, rows: int
 ) -> tuple[float, Tensor]:
     """Sum of KL(old law || new law) in nats at temperature 1, and its slope (B, T, H) in `new`.
 
-    old, new (B, T, H): pre-norm states; where (B, T): the positions that count; rows: those whose
+    old, new (B, T, H): pre-norm states; counted (B, T): the positions that count; rows: those whose
     logits are alive at a time. The slope in the logits is q - p as such: it is 0, bit for bit,
     where nothing has moved, and AdamW has no rounding to blow up.
     """
     total, slope = 0.0, torch.zeros_like(new)
-    for at in where.nonzero().split(rows):
-        r, t = at.unbind(1)  # (n,)
+    for some in counted.nonzero().split(rows):
+        r, t = some.unbind(1)  # (n,)
         with torch.no_grad():
             before = torch.log_softmax(target.head(old[r, t]).float(), dim=-1)  # (n, V)
         with torch.enable_grad():
@@ -166,9 +166,9 @@ class Medusa2(Learner):
         with self.accelerator.autocast():
             for before, batch in pairs:
                 assert before.final is not None and batch.final is not None
-                where = judged(batch)
-                total += divergence(self.target, before.final, batch.final, where, self._rows)[0]
-                tokens += int(where.sum())
+                counted = judged(batch)
+                total += divergence(self.target, before.final, batch.final, counted, self._rows)[0]
+                tokens += int(counted.sum())
         return {"kl": total / max(tokens, 1), "kl_tokens": tokens}
 
     def beside_replay(self) -> tuple[str, dict[str, Any]] | None:

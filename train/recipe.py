@@ -214,16 +214,16 @@ def find(path: str | Path) -> Path:
     raise UserError(f"{path}: no such file, nor a shipped recipe ({', '.join(sorted(shipped))})")
 
 
-def parse(raw: dict[str, Any], where: str) -> Recipe:
-    """A Recipe from flat keys. Raises UserError for an unknown, missing or wrong one."""
+def parse(raw: dict[str, Any], source: str) -> Recipe:
+    """A Recipe from flat keys; source: the file they stand in. Raises UserError for a wrong one."""
     if not isinstance(raw.get("drafter"), str):
-        raise UserError(f"{where}: drafter: name a family, e.g. eagle or medusa")
+        raise UserError(f"{source}: drafter: name a family, e.g. eagle or medusa")
     try:
         config = family(raw["drafter"]).Config
     except UserError as error:
-        raise UserError(f"{where}: {error}") from None
+        raise UserError(f"{source}: {error}") from None
     if not config.model_fields or raw["drafter"] == "ngram":
-        raise UserError(f"{where}: drafter: {raw['drafter']} has nothing to train")
+        raise UserError(f"{source}: drafter: {raw['drafter']} has nothing to train")
     # Runs once stored it for every family: at 0 it says nothing.
     raw = {key: value for key, value in raw.items() if (key, value) != ("regression", 0)}
     common = set(Recipe.model_fields) - {"numbers", "settings"}
@@ -232,14 +232,14 @@ def parse(raw: dict[str, Any], where: str) -> Recipe:
     for key in raw:
         if key in NOT_APPLIED:
             raise UserError(
-                f"{where}: {key}: is not applied to the target's law here, and acceptance would be "
-                "another sampler's; leave it out, and serve without it"
+                f"{source}: {key}: is not applied to the target's law here, and acceptance would "
+                "be another sampler's; leave it out, and serve without it"
             )
         if key not in known:
             near = difflib.get_close_matches(str(key), sorted(known), n=3, cutoff=0.5)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             hint = hint or f"; draftsmith keys {raw['drafter']} lists them"
-            raise UserError(f"{where}: unknown key {key!r} for drafter {raw['drafter']}{hint}")
+            raise UserError(f"{source}: unknown key {key!r} for drafter {raw['drafter']}{hint}")
     try:
         settings = config(**{k: v for k, v in raw.items() if k in own})
         numbers = LossNumbers(**{k: v for k, v in raw.items() if k in NUMBERS})
@@ -252,14 +252,14 @@ def parse(raw: dict[str, Any], where: str) -> Recipe:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         if first["type"] == "missing":
-            raise UserError(f"{where}: {key}: is missing; add `{key}: ..`") from None
-        raise UserError(f"{where}: {key}: {first['msg']} (got {first['input']!r})") from None
+            raise UserError(f"{source}: {key}: is missing; add `{key}: ..`") from None
+        raise UserError(f"{source}: {key}: {first['msg']} (got {first['input']!r})") from None
     try:
         _ = recipe.sampler
         _check_objective(recipe)
         _check_adapt(recipe)
     except UserError as error:
-        raise UserError(f"{where}: {error}") from None
+        raise UserError(f"{source}: {error}") from None
     return recipe
 
 

@@ -71,7 +71,7 @@ def run(chosen: Recipe, target: Target | None = None) -> int:
             target = target or Target.load(
                 chosen.target, processes.device, device_map=chosen.device_map
             )
-            # What configs alone do not tell of a drafter (another tokenizer), before it is sampled.
+            # What configs alone do not show (another tokenizer), before anything is sampled.
             family(chosen.drafter)(target, chosen.drafter_config())
             if chosen.adapt:
                 lora.check_target(target, chosen.adapt)
@@ -118,12 +118,12 @@ def _accelerator(chosen: Recipe) -> Accelerator:
     )
 
 
-def _prompts(chosen: Recipe, tell: Callable[[str], None]) -> list[Prompt] | None:
+def _prompts(chosen: Recipe, say: Callable[[str], None]) -> list[Prompt] | None:
     """The prompts that the target is to answer first; None where samples are given and fit."""
     if chosen.samples is None:
         if not chosen.prompts:
             return product_prompts("train")
-        return read_source(chosen.prompts, TRAIN, tell)
+        return read_source(chosen.prompts, TRAIN, say)
     drawn_at = Sampler(**store.read_manifest(Path(chosen.samples))["sampler"])
     if drawn_at != chosen.sampler:
         raise UserError(

@@ -48,7 +48,7 @@ def begin(
     wanted = getattr(recipe.drafter_config(), "draft_vocab", None)
     counts = token_counts(target, states, samples, learn, wanted)
     drafter = new_drafter(recipe, target, counts)
-    drafter.eval()  # a draft model's dropout would go by how the rows were cut
+    drafter.eval()  # a draft model's dropout would depend on how rows are cut
     stored = sum(t.numel() * t.itemsize for t in drafter.weights().values())
     lora = Lora(drafter, recipe.lora) if recipe.lora else None
     drafter.to(device)
@@ -63,7 +63,7 @@ def begin(
 
 
 def _check_heldout(samples: Samples, heldout: list[int], longest: int) -> None:
-    """Raises UserError where replay could not tell checkpoints apart: no tau without a pass."""
+    """Raises UserError where replay could not compare checkpoints: no tau without a pass."""
     texts = (collate(samples, [[i]], longest) for i in heldout)
     if not any(bool(align(text, 1).exists.any()) for text in texts):
         raise UserError(
@@ -77,7 +77,7 @@ def token_counts(
 ) -> Tensor:
     """(V,): how often each token stands in the answers; below 1, what the prior adds.
 
-    wanted: tokens that a draft vocabulary shall hold, None = all. It keeps those that stood most
+    wanted: tokens that a draft vocabulary is to hold, None = all. It keeps those that stood most
     often. Where fewer distinct ones stood there, the places left over go to those that the target
     came nearest to saying; the tokens that a tokenizer happens to number lowest, which a sort of
     zeros would take, are a worse guess. The counts are whole numbers (long) unless that happens.

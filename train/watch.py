@@ -61,8 +61,8 @@ def still(names: Iterable[str], module: nn.Module) -> set[str]:
 def falling(lines: Sequence[dict[str, Any]], patience: int) -> str | None:
     """Why a run should end, from its log: `patience` replays since the best one; None to go on.
 
-    patience 0 never ends a run. The loss told beside it is the log's, so that one that still falls
-    while tau does is seen for what it is.
+    patience 0 never ends a run. The loss beside it is the log's: one that still falls while tau
+    does is overfitting.
     """
     replays = [m for m in lines if m["kind"] == "replay" and m["step"] > 0]
     if not patience or not replays:
@@ -73,8 +73,8 @@ def falling(lines: Sequence[dict[str, Any]], patience: int) -> str | None:
         return None
 
     def loss(step: int) -> str:
-        at = [m["loss"] for m in lines if m["kind"] == "train" and m["step"] <= step]
-        return f"{at[-1]:.4f}" if at else "unknown"
+        losses = [m["loss"] for m in lines if m["kind"] == "train" and m["step"] <= step]
+        return f"{losses[-1]:.4f}" if losses else "unknown"
 
     last = since[-1]
     return (

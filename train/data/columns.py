@@ -231,7 +231,7 @@ def _check_unicode(text: str) -> None:
 
 
 def _template(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a row hands to the chat template besides its messages."""
+    """What a row gives the chat template besides its messages."""
     tools, settings = row.get("tools"), row.get("chat_template_kwargs")
     if isinstance(tools, str) and tools.strip():
         try:

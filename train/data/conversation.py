@@ -44,8 +44,8 @@ class Conversation:
     def ask(self, max_new_tokens: int) -> bool:
         """Goes on to the next turn; whether there is one that can be asked.
 
-        An answer that was cut is not built upon, so that `finish` of a row tells of its last turn
-        and all before it ended by themselves.
+        After an answer that was cut nothing is asked, so that `finish` of a row is that of its last
+        turn and all before it ended by themselves.
         """
         if self.turn >= len(self.prompt.later):
             return False

@@ -65,7 +65,7 @@ class Endpoint:
         """Before a run of `answer`s, which may come from several threads."""
         self.stopped = threading.Event()  # some thread failed: the others do not wait on
         self._away_since: float | None = None  # nobody had an answer since
-        self._told = False
+        self._said = False
         self._lock = threading.Lock()
 
     @classmethod
@@ -130,7 +130,7 @@ class Endpoint:
             except (KeyError, IndexError, TypeError, ValueError) as error:
                 fault = Failed(f"an answer of no known form, {error!r}")
             if isinstance(fault, Away) or not self._alive():
-                self._bear(fault)
+                self._wait_for_it(fault)
             else:
                 failures, slow = failures + 1, slow + fault.slow
                 if failures == TRIES or slow == SLOW_TRIES:
@@ -153,22 +153,22 @@ class Endpoint:
 
     def _answers(self) -> None:
         with self._lock:
-            self._away_since, self._told = None, False
+            self._away_since, self._said = None, False
 
-    def _bear(self, fault: Failed) -> None:
+    def _wait_for_it(self, fault: Failed) -> None:
         """Says that a server which answers nobody is waited for; UserError after PATIENCE."""
         with self._lock:
             now = time.monotonic()
             if self._away_since is None:
                 self._away_since = now
             away = now - self._away_since
-            told, self._told = self._told, self._told or away > TELL
+            said, self._said = self._said, self._said or away > TELL
         if away > PATIENCE:
             raise UserError(
                 f"server {self.url}: no answer for {away / 60:.0f} minutes ({fault}); start it "
                 "again, and run the same command: what is answered stays"
             )
-        if self._told and not told:
+        if self._said and not said:
             print(
                 f"server {self.url}: no answer for {away / 60:.0f} minutes ({fault}); waiting up "
                 f"to {PATIENCE / 60:.0f} for it (what is answered is stored)",
@@ -226,7 +226,7 @@ class Endpoint:
         return reply["choices"][0]["finish_reason"]
 
     def _drawn(self, reply: dict[str, Any]) -> list[int] | None:
-        """The token ids that the server says it drew; None where it tells text only."""
+        """The token ids that the server says it drew; None where it returns text only."""
         if self.kind == "llama.cpp":
             ids = reply.get("tokens")
         else:

@@ -127,34 +127,34 @@ def _array(content: bytes) -> Iterator[Row]:
         yield "file", Fault("not UTF-8 text")
         return
     decode = json.JSONDecoder().raw_decode
-    at = _skip(text, 0) + 1
-    if text[at - 1] == "{":
+    pos = _skip(text, 0) + 1
+    if text[pos - 1] == "{":
         yield from _around(text)
         return
     count = 0
-    while (at := _skip(text, at)) < len(text) and text[at] != "]":
+    while (pos := _skip(text, pos)) < len(text) and text[pos] != "]":
         count += 1
         try:
-            value, at = decode(text, at)
+            value, pos = decode(text, pos)
         except json.JSONDecodeError as error:
             yield f"row {count}", Fault(f"not JSON ({error.msg} at line {error.lineno})")
             return
         yield f"row {count}", _row(value)
-        at = _skip(text, at)
-        if text[at : at + 1] != ",":
+        pos = _skip(text, pos)
+        if text[pos : pos + 1] != ",":
             break
-        at += 1
-    if text[at : at + 1] != "]":
+        pos += 1
+    if text[pos : pos + 1] != "]":
         yield f"row {count + 1}", Fault("not JSON (the array is not closed)")
-    elif _skip(text, at + 1) < len(text):
+    elif _skip(text, pos + 1) < len(text):
         # Two files joined: what follows is not read, and may be most of it.
         yield f"row {count + 1}", Fault("text behind the end of the array (write one array)")
 
 
-def _skip(text: str, at: int) -> int:
-    while at < len(text) and text[at].isspace():
-        at += 1
-    return at
+def _skip(text: str, pos: int) -> int:
+    while pos < len(text) and text[pos].isspace():
+        pos += 1
+    return pos
 
 
 def _around(text: str) -> Iterator[Row]:

@@ -29,11 +29,11 @@ Masked = tuple[list[int], list[bool]]  # token ids, and whether each is learned 
 
 
 def given_rows(
-    prompts: Sequence[Prompt], target: Shell, tell: Callable[[str], None]
+    prompts: Sequence[Prompt], target: Shell, say: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
     """Rows (ids, made, finish, domain, key) of whole conversations.
 
-    tell gets a line about what was skipped. Raises UserError where nothing is left.
+    say: prints a line about what was skipped. Raises UserError where nothing is left.
     """
     check_template(prompts, target)
     reads, control = names_read(target.tokenizer), control_tokens(target.tokenizer)
@@ -54,7 +54,7 @@ def given_rows(
     if len(skipped) == len(prompts):
         raise UserError(f"conversations: none of {len(prompts)} can be masked: {skipped}")
     if skipped:
-        tell(f"{len(skipped)} of {len(prompts)} conversations cannot be masked: {skipped}")
+        say(f"{len(skipped)} of {len(prompts)} conversations cannot be masked: {skipped}")
 
 
 def masked(prompt: Prompt, target: Shell) -> list[Masked]:

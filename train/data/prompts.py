@@ -31,9 +31,9 @@ class Skips:
         self.counts: dict[str, int] = {}
         self._first: dict[str, str] = {}
 
-    def add(self, reason: str, where: str, detail: str = "") -> None:
+    def add(self, reason: str, place: str, detail: str = "") -> None:
         self.counts[reason] = self.counts.get(reason, 0) + 1
-        self._first.setdefault(reason, where + (f": {detail}" if detail else ""))
+        self._first.setdefault(reason, place + (f": {detail}" if detail else ""))
 
     def __len__(self) -> int:
         return sum(self.counts.values())

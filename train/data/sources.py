@@ -137,7 +137,7 @@ def prompts_of(
     column = reading.column
     out: list[Prompt] = []
     skipped = Skips()
-    for where, row in islice(rows, reading.limit):
+    for place, row in islice(rows, reading.limit):
         try:
             if isinstance(row, Fault):
                 raise Unusable(*_split(row.problem))
@@ -148,7 +148,7 @@ def prompts_of(
             prompt = _prompt(row, column, domain, reading)
             out.append(with_template(prompt, reading.template))
         except Unusable as error:
-            skipped.add(error.reason, where, error.detail)
+            skipped.add(error.reason, place, error.detail)
     total = len(out) + len(skipped)
     if not out:
         raise UserError(
@@ -297,8 +297,8 @@ def _mix(path: Path, reading: Reading, say: Callable[[str], None] | None) -> lis
             config=part.config,
             limit=part.limit,
         )
-        beside = path.parent / part.source
-        spec = str(beside if beside.exists() else part.source)
+        local = path.parent / part.source
+        spec = str(local if local.exists() else part.source)
         found.append(_one(spec, Path(os.path.expanduser(spec)), own, say))
     unit = min(len(prompts) / part.weight for prompts, part in zip(found, parts, strict=True))
     out: list[Prompt] = []

@@ -57,9 +57,9 @@ def _texts(anchors: np.ndarray, segment: np.ndarray) -> np.ndarray:
     A text is a run of consecutive anchors within one segment: all roots of a span are target-made.
     """
     B, A = anchors.shape
-    here = np.take_along_axis(segment, np.maximum(anchors, 0), axis=1)
+    own = np.take_along_axis(segment, np.maximum(anchors, 0), axis=1)
     follows = np.zeros((B, A), dtype=bool)
-    follows[:, 1:] = (anchors[:, 1:] == anchors[:, :-1] + 1) & (here[:, 1:] == here[:, :-1])
+    follows[:, 1:] = (anchors[:, 1:] == anchors[:, :-1] + 1) & (own[:, 1:] == own[:, :-1])
     real = anchors >= 0
     first = np.flatnonzero(real & ~follows)
     text = np.cumsum((real & ~follows).reshape(-1)) - 1  # of each real anchor

@@ -233,7 +233,7 @@ def backward(
             sums.loss += value.item()
         sums.alpha += cells.alpha.detach().sum(0).cpu()
         sums.cells += chunk.exists.sum(0).cpu()
-    moved = [(t, at.grad) for t, at in zip(whole, leaves, strict=True) if at.grad is not None]
+    moved = [(t, leaf.grad) for t, leaf in zip(whole, leaves, strict=True) if leaf.grad is not None]
     if moved:
         torch.autograd.backward([t for t, _ in moved], [grad for _, grad in moved])
     return sums
@@ -255,8 +255,8 @@ def _cells(
     # Foreign text may hold tokens that p cuts; where q cuts them too the ratio is 0.
     known = stats.logp.isfinite() | stats.logq.isfinite()
     ratio = torch.where(known, stats.logq - stats.logp, float("-inf")).clamp(max=0.0).exp()
-    spread = chunk.spread(ratio, 0.0)
-    return Cells(alpha, spread, chunk.spread(stats.logq.exp(), 0.0), divergence, mean_alpha, own)
+    ratio, likelihood = chunk.spread(ratio, 0.0), chunk.spread(stats.logq.exp(), 0.0)
+    return Cells(alpha, ratio, likelihood, divergence, mean_alpha, own)
 
 
 @torch.no_grad()

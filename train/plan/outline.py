@@ -128,8 +128,8 @@ def outlined_drafter(recipe: Recipe, target: Shell) -> tuple[Drafter, int]:
     """The drafter, on the meta device, and how many of its parameters are trained."""
     settings: Any = recipe.drafter_config()
     if getattr(settings, "checkpoint", None):  # its weights are not wanted
-        about = _config(settings.checkpoint)[1].to_dict()
-        settings = settings.model_copy(update={"architecture": about})
+        architecture = _config(settings.checkpoint)[1].to_dict()
+        settings = settings.model_copy(update={"architecture": architecture})
     drafter = family(recipe.drafter)(target, settings)
     if recipe.lora:
         layers = linears(drafter).values()

@@ -100,8 +100,8 @@ def check(recipe: Recipe, prompts: list[Prompt] | None = None) -> None:
     disk["checkpoints"] -= done * disk["checkpoints"] // cost.checkpoints(recipe)
     if (folder / "samples").exists():
         disk.pop("samples", None)
-    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    need, free = sum(disk.values()), shutil.disk_usage(there).free
+    parent = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    need, free = sum(disk.values()), shutil.disk_usage(parent).free
     if need > free:
         raise UserError(
             f"{folder}: needs about {_gib(need)} of disk ({cost.checkpoints(recipe)} checkpoints: "

@@ -86,9 +86,9 @@ def audit(
         assert batch.final is not None
         made = batch.made.clone()
         made[:, 0] = False  # a text's first token has no law before it
-        rows, where = made.nonzero(as_tuple=True)  # (n,)
+        rows, places = made.nonzero(as_tuple=True)  # (n,)
         size = min(_ROWS, max(1, _FLOATS // target.vocab_size))
-        for r, t in zip(rows.split(size), where.split(size), strict=True):
+        for r, t in zip(rows.split(size), places.split(size), strict=True):
             with torch.no_grad():
                 logits = target.head(batch.final[r, t - 1]).float()  # (size, V)
             token = batch.tokens[r, t]
@@ -151,6 +151,6 @@ def _moments(scaled: Tensor, token: Tensor, sampler: Sampler) -> tuple[float, fl
     shifted = (scaled - scaled.amax(1, keepdim=True)).clamp_(min=-1e4)
     p = sampler.cut(scaled).softmax(1)
     mean = (p * shifted).sum(1, keepdim=True)
-    spread = (p * (shifted - mean).square_()).sum(1)
+    variance = (p * (shifted - mean).square_()).sum(1)
     own = shifted.gather(1, token[:, None]) - mean
-    return own.double().sum().item(), spread.double().sum().item()
+    return own.double().sum().item(), variance.double().sum().item()

@@ -55,7 +55,7 @@ def generate(
     not once the samples are whole. stop: strings that end an answer, besides the end tokens
     (answers made here only). notes: lines for stderr, printed once nothing more can be refused.
     processes: processes that call this together, on one disk; each answers its share, the main one
-    merges them. Raises UserError, all that can be told before anything is computed.
+    merges them. Raises UserError, before anything is computed where it can.
     """
     folder = Path(folder)
     _check_request(prompts, max_new_tokens, batch_size)

@@ -48,17 +48,17 @@ def import_given(
     target: Target,
     sampler: Sampler,
     folder: Path,
-    tell: Callable[[str], None],
+    say: Callable[[str], None],
 ) -> Samples:
     """Stores conversations with the answers they came with: foreign text, masked exactly.
 
     prompts: whole conversations (`Reading(given=True)`). Answers longer than the target's
-    positions are skipped, with the rest that cannot be masked; tell gets the count. Raises
+    positions are skipped, with the rest that cannot be masked; say: prints the count. Raises
     UserError.
     """
     folder = Path(folder)
     manifest = writing.begun(target, sampler, "given") | {"foreign": True}
-    rows = given_rows(prompts, target, tell)
+    rows = given_rows(prompts, target, say)
     letters = sum(len(m["content"]) for p in prompts for m in p.messages or ())
     return _stored(folder, manifest, rows, store.size(len(prompts), letters), target, audit=0)
 
@@ -100,8 +100,8 @@ def _stored(
 
 def _imported_rows(file: Path, target: Target) -> Iterator[dict[str, Any]]:
     """Answers are not data to pick from: the first that cannot be read ends the import."""
-    for where, row in read_rows(file):
-        place = f"{file} {where}"
+    for row_place, row in read_rows(file):
+        place = f"{file} {row_place}"
         if isinstance(row, Fault):
             raise UserError(f"{place}: {row.problem}; write one JSON object a line")
         try:

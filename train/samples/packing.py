@@ -147,10 +147,10 @@ def collate(samples: Samples, rows: list[list[int]], length: int) -> Batch:
     for b, segments in enumerate(packed):
         start = 0
         for s, (ids, flags) in enumerate(segments):
-            here = slice(start, start + len(ids))
-            tokens[b, here] = torch.tensor(ids)
-            position[b, here] = torch.arange(len(ids))
-            segment[b, here] = s
-            made[b, here] = torch.tensor(flags)
+            span = slice(start, start + len(ids))
+            tokens[b, span] = torch.tensor(ids)
+            position[b, span] = torch.arange(len(ids))
+            segment[b, span] = s
+            made[b, span] = torch.tensor(flags)
             start += len(ids)
     return Batch(tokens, position, segment, made, samples.sampler, samples.foreign)

@@ -100,9 +100,9 @@ class Samples:
         for sizes, made in store.chunks(self._rows, "made"):
             length = torch.as_tensor(sizes.copy()).long()
             row = torch.repeat_interleave(torch.arange(len(length)), length)
-            where = torch.arange(len(row)) - (length.cumsum(0) - length)[row]
+            place = torch.arange(len(row)) - (length.cumsum(0) - length)[row]
             flags = torch.as_tensor(made.copy())
-            out.append(length.scatter_reduce(0, row[flags], where[flags], "amin"))
+            out.append(length.scatter_reduce(0, row[flags], place[flags], "amin"))
         return torch.cat(out) if out else torch.zeros(0, dtype=torch.long)
 
     def token_counts(self, indices: Sequence[int] | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Prompts that the target writes itself, where none are at hand (Magpie, arXiv 2406.08464).
+"""Prompts that the target writes itself, where a user has none (Magpie, arXiv 2406.08464).
 
 An instruct model, given its chat template up to where the user's words would begin, goes on with a
 question of the kind it was tuned on. What it writes is kept where it is a whole question: it ended

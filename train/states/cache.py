@@ -101,7 +101,7 @@ class FeatureCache:
         self.size = each * sum(self.tokens)  # bytes, headers apart
         identity = target.identity()
         del identity["spec"]
-        self.about = {
+        self.identity = {
             "format": FORMAT,
             "target": identity,
             "computed": [dtype_name(target), mixed_precision],
@@ -111,7 +111,7 @@ class FeatureCache:
             "length": recipe.length,
             "shards": store.digest(self.shards),
         }
-        self.digest = store.digest(self.about)
+        self.digest = store.digest(self.identity)
         self.folder = samples.folder / FOLDER / self.digest[:16]
         self._open = lru_cache(maxsize=_OPEN)(self._opened)
 
@@ -126,15 +126,16 @@ class FeatureCache:
         writing there, a shard is broken; and for states that are not the target's.
         """
         main = accelerator.is_main_process
-        there = [n for n in range(len(self.shards)) if self._path(n).exists()]
-        for number in there:
+        stored = [n for n in range(len(self.shards)) if self._path(n).exists()]
+        for number in stored:
             self._open(number)
         each = self.size // sum(self.tokens)
-        need = self.size - each * sum(self.tokens[n] for n in there)
+        need = self.size - each * sum(self.tokens[n] for n in stored)
         if main:
             print(
-                f"features: {told(self.size)} in {self.folder} ({sum(self.tokens):,} tokens of "
-                f"{each:,} bytes, {self.about['stored']}), {told(need)} still to be computed",
+                f"features: {shown(self.size)} in {self.folder} ({sum(self.tokens):,} tokens "
+                f"of {each:,} bytes, {self.identity['stored']}), {shown(need)} still to be "
+                "computed",
                 file=sys.stderr,
             )
         if need:
@@ -153,15 +154,13 @@ class FeatureCache:
         files = (f for f in folder.glob("*/*.safetensors") if f.parent != self.folder)
         others = sum(file.stat().st_size for file in files)
         if self.size + others > budget:
-            beside = (
-                f" and {told(others)} of other caches in {folder} (delete those no longer used)"
-            )
-            raise beyond(budget, self.size, beside if others else "")
+            more = f" and {shown(others)} of other caches in {folder} (delete those no longer used)"
+            raise beyond(budget, self.size, more if others else "")
         free = shutil.disk_usage(self.samples.folder).free
         if need > free:
             raise UserError(
-                f"feature_cache: {told(need)} of states are to be written to {folder}, where "
-                f"{told(free)} are free; free some, or leave the key out"
+                f"feature_cache: {shown(need)} of states are to be written to {folder}, where "
+                f"{shown(free)} are free; free some, or leave the key out"
             )
 
     @contextmanager
@@ -173,7 +172,7 @@ class FeatureCache:
             "where it can, or leave the key out"
         )
         with disk.locked(self.folder, taken, unwritable):
-            disk.write(self.folder / "about.json", json.dumps(self.about, indent=1) + "\n")
+            disk.write(self.folder / "about.json", json.dumps(self.identity, indent=1) + "\n")
             yield
 
     def _compute(self, accelerator: Accelerator) -> None:
@@ -248,7 +247,7 @@ class FeatureCache:
         remedy = "delete it and run again: only what it holds is computed anew"
         try:
             file = safe_open(path, framework="pt")
-            of, states = (file.metadata() or {}).get("cache"), file.get_slice("states")
+            made_for, states = (file.metadata() or {}).get("cache"), file.get_slice("states")
         except FileNotFoundError:
             raise UserError(
                 f"{path}: is missing; run again, with the samples in a folder that all nodes share"
@@ -256,7 +255,7 @@ class FeatureCache:
         except (SafetensorError, OSError) as error:
             line = " ".join(str(error).split())[:200]
             raise UserError(f"{path}: cannot be read ({line}); {remedy}") from None
-        if of != self.digest:
+        if made_for != self.digest:
             raise UserError(f"{path}: was made for another target, layers or samples; {remedy}")
         return states
 
@@ -265,7 +264,7 @@ class FeatureCache:
         by more than rounding."""
         seed, count = self.recipe.seed, min(RECOMPUTED, len(self._place))
         chosen = random.Random(seed).sample(sorted(self._place), count)
-        allowed = max(TOLERANCE[n] for n in (dtype_name(self.target), self.about["stored"]))
+        allowed = max(TOLERANCE[n] for n in (dtype_name(self.target), self.identity["stored"]))
         gaps = []
         for index in chosen:
             alone = collate(self.samples, [[index]], self.recipe.length)
@@ -282,14 +281,14 @@ class FeatureCache:
             )
 
 
-def beyond(budget: int, size: int, beside: str = "") -> UserError:
+def beyond(budget: int, size: int, more: str = "") -> UserError:
     return UserError(
-        f"feature_cache: {told(budget)} cannot hold {told(size)} of states{beside}; raise it, or "
+        f"feature_cache: {shown(budget)} cannot hold {shown(size)} of states{more}; raise it, or "
         "leave the key out: the target then runs in every step"
     )
 
 
-def told(size: float) -> str:
+def shown(size: float) -> str:
     """Bytes in the key's own units."""
     for unit in ("B", "KB", "MB", "GB"):
         if size < 1000:

@@ -193,7 +193,7 @@ def reads(folder: Path, shape: Shape) -> None:
     path = folder / shape.name
     path.write_bytes(shape.content)
     told: list[str] = []
-    found = read_prompts(path, tell=told.append)
+    found = read_prompts(path, say=told.append)
     assert [questions(p) for p in found] == shape.asks
     (line,) = told
     total = len(shape.asks) + sum(shape.skipped.values())
@@ -279,7 +279,7 @@ def test_the_column_is_told_and_can_be_named(tmp_path: Path) -> None:
     path = tmp_path / "f.jsonl"
     path.write_bytes(lines({"prompt": "a", "question": "b"}, {"prompt": "c"}))
     told: list[str] = []
-    assert [questions(p) for p in read_prompts(path, tell=told.append)] == [["a"], ["c"]]
+    assert [questions(p) for p in read_prompts(path, say=told.append)] == [["a"], ["c"]]
     assert f"prompts {path}: column prompt, 2 of 2 rows, 2 turns" in told[0]
     (prompt,) = read_prompts(path, Reading(column="question"), told.append)
     assert questions(prompt) == ["b"]

@@ -104,7 +104,7 @@ def test_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) 
         made = {name: datasets.Dataset.from_list(r) for name, r in rows.items()}
         datasets.DatasetDict(made).save_to_disk(spec)
     told: list[str] = []
-    found = read_source(spec, tell=told.append)
+    found = read_source(spec, say=told.append)
     assert texts(found) == [f"test {i}" for i in range(3)] and {p.domain for p in found} == {"chat"}
     assert all(len(p.later) == 1 for p in found)
     assert told == [f"prompts {spec}: column prompt, 3 of 3 rows, 6 turns"]
@@ -154,7 +154,7 @@ def test_mix(tmp_path: Path) -> None:
         "- {source: math.jsonl, column: task}\n",
     )
     told: list[str] = []
-    found = read_source(spec, tell=told.append)
+    found = read_source(spec, say=told.append)
     asked_ = texts(found)
     assert sum(t.startswith("c") for t in asked_) == 30 and len(set(asked_)) == 40
     assert asked_[30:] == [f"m{i}" for i in range(10)]

@@ -32,7 +32,7 @@ from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples.packing import Cursor, Stream, alone, collate
 from draftsmith.train.samples.samples import Samples
 from draftsmith.train.start import begin
-from draftsmith.train.states.states import Computed, States
+from draftsmith.train.states import Computed, States
 
 
 class Learner:

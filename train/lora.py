@@ -1,9 +1,9 @@
 """LoRA through peft: adapters are trained, the merged weights are stored.
 
 On a drafter (`Lora`), a checkpoint holds it as it is served, adapters merged, so that eval and
-every exporter take it for any other one; the adapters themselves lie beside, for resuming. On a
-target (`Adapters`) they are trained by medusa2.py. (Hu et al. 2021, arXiv 2106.09685; scaling is 2,
-alpha = 2 r, as peft's examples have it.)
+every exporter take it for any other one; the adapters themselves lie beside, for resuming. Those
+of a target (`TargetAdapters`) are trained by medusa2.py. (Hu et al. 2021, arXiv 2106.09685; scaling
+is 2, alpha = 2 r, as in peft's examples.)
 """
 
 from __future__ import annotations
@@ -23,27 +23,43 @@ from draftsmith.drafters.target.causal_lm import CausalLM
 from draftsmith.drafters.target.target import Target
 
 
-class Lora:
-    """The adapters of a drafter's linears, all else in it frozen.
+class Adapters:
+    """LoRA on some linears of a module, by name, in fp32; all else in it is frozen.
 
-    Raises UserError for a drafter that has no linear to adapt, or none of such a rank.
+    Raises UserError where none of them has such a rank; key: the recipe's.
     """
+
+    def __init__(
+        self, module: nn.Module, adapted: Mapping[str, nn.Linear], rank: int, key: str
+    ) -> None:
+        from peft import LoraConfig, inject_adapter_in_model  # slow to import, and rarely needed
+
+        check_rank(key, adapted, rank)
+        module.requires_grad_(False)
+        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(adapted))
+        inject_adapter_in_model(config, module)
+        self.weights = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        for parameter in self.weights.values():  # of its linear's dtype until here
+            parameter.data = parameter.data.float()
+        self.size = sum(p.numel() for p in self.weights.values())
+
+    def state(self) -> dict[str, Tensor]:
+        return {name: p.detach().cpu() for name, p in self.weights.items()}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Takes adapters that `state` gave."""
+        for name, tensor in state.items():
+            self.weights[name].copy_(tensor)
+
+
+class Lora(Adapters):
+    """The adapters of a drafter's linears. Raises UserError for one that has none to adapt."""
 
     def __init__(self, drafter: Drafter, rank: int) -> None:
         self.drafter = drafter
         self.stored = list(drafter.weights())  # names, before peft renames what it wraps
-        adapted = linears(drafter)
-        check_rank("lora", adapted, rank)
-        inject(drafter, adapted, rank)
-
-    def state(self) -> dict[str, Tensor]:
-        """The adapters."""
-        named = self.drafter.named_parameters()
-        return {name: p.detach().cpu() for name, p in named if p.requires_grad}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Takes adapters that `state` gave."""
-        self.drafter.load_state_dict(dict(state), strict=False)
+        super().__init__(drafter, linears(drafter), rank, "lora")
 
     @torch.no_grad()
     def merged(self) -> dict[str, Tensor]:
@@ -71,18 +87,6 @@ def check_rank(key: str, adapted: Mapping[str, nn.Linear], rank: int) -> None:
     widest = max(min(m.in_features, m.out_features) for m in adapted.values())
     if rank > widest:
         raise UserError(f"{key}: {rank} is above {widest}, the widest layer's rank; lower it")
-
-
-def inject(module: nn.Module, adapted: Mapping[str, nn.Linear], rank: int) -> None:
-    """Puts adapters on those linears of a module, by name, in fp32, and freezes all else in it."""
-    from peft import LoraConfig, inject_adapter_in_model  # slow to import, and rarely needed
-
-    module.requires_grad_(False)
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(adapted))
-    inject_adapter_in_model(config, module)
-    for parameter in module.parameters():
-        if parameter.requires_grad:  # of its linear's dtype until here
-            parameter.data = parameter.data.float()
 
 
 def linears(drafter: Drafter) -> dict[str, nn.Linear]:
@@ -134,26 +138,14 @@ def layer_linears(target: CausalLM) -> dict[str, nn.Linear]:
     return {n: m for n, m in named if isinstance(m, nn.Linear) and id(m) in inside}
 
 
-class Adapters:
-    """LoRA on a target's linears, in fp32, all else in it frozen."""
+class TargetAdapters(Adapters):
+    """The adapters of the linears in a target's decoder layers."""
 
     def __init__(self, target: Target, rank: int) -> None:
         self.hf = target.hf
         names = layer_linears(target)
-        inject(self.hf, names, rank)
+        super().__init__(self.hf, names, rank, "adapt")
         self.layers: dict[str, Any] = {name: self.hf.get_submodule(name) for name in names}
-        self.weights = {n: p for n, p in self.hf.named_parameters() if p.requires_grad}
-
-        self.size = sum(p.numel() for p in self.weights.values())
-
-    def state(self) -> dict[str, Tensor]:
-        return {name: p.detach().cpu() for name, p in self.weights.items()}
-
-    @torch.no_grad()
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Takes adapters that `state` gave."""
-        for name, tensor in state.items():
-            self.weights[name].copy_(tensor)
 
     def merge(self) -> None:
         """Adds them to weights of its own, for good: the target is a plain model again."""

@@ -40,12 +40,12 @@ from draftsmith.drafters.target.source import Source, resolve
 from draftsmith.drafters.target.target import Target
 from draftsmith.train import disk, watch
 from draftsmith.train.learner import Learner
-from draftsmith.train.lora import Adapters
+from draftsmith.train.lora import TargetAdapters
 from draftsmith.train.objective.objective import backward
 from draftsmith.train.objective.weights import Sums
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples.samples import Samples
-from draftsmith.train.states.states import Computed, States
+from draftsmith.train.states import Computed, States
 
 TAPS = ("normed",)  # of Medusa heads
 
@@ -105,7 +105,7 @@ class Medusa2(Learner):
     def _optimizer(self) -> tuple[torch.optim.AdamW, LambdaLR]:
         """As the heads' own, and with the adapters, which are made here."""
         recipe = self.recipe
-        self.adapters = Adapters(self.target, recipe.adapt or 0)
+        self.adapters = TargetAdapters(self.target, recipe.adapt or 0)
         groups = [
             {"params": self.heads, "lr": recipe.lr},
             {"params": list(self.adapters.weights.values()), "lr": recipe.adapt_lr},

@@ -296,18 +296,17 @@ def _check_adapt(recipe: Recipe) -> None:
             f"adapt: trains a target with Medusa heads (Medusa-2), not with {recipe.drafter}; take "
             "drafter: medusa, or leave adapt out"
         )
-    if recipe.anchors:
-        raise UserError("adapt: weighs heads beside every token's KL; leave anchors out")
-    if recipe.feature_cache:
-        raise UserError("adapt: the target's states change; leave feature_cache out")
-    if recipe.device_map:
-        raise UserError("adapt: trains the target on one device; leave device_map out")
-    if recipe.lora:
-        raise UserError("adapt: lora would freeze the heads that it needs; leave one of them out")
-    if recipe.per != "token":
-        raise UserError("adapt: weighs the target's tokens, not its texts; leave per out")
-    if recipe.patience:
-        raise UserError("adapt: the new target is the last step's; leave patience out")
+    faults = {
+        "weighs heads beside every token's KL; leave anchors out": recipe.anchors,
+        "the target's states change; leave feature_cache out": recipe.feature_cache,
+        "trains the target on one device; leave device_map out": recipe.device_map,
+        "lora would freeze the heads that it needs; leave one of them out": recipe.lora,
+        "weighs the target's tokens, not its texts; leave per out": recipe.per != "token",
+        "the new target is the last step's; leave patience out": recipe.patience,
+    }
+    for fault, found in faults.items():
+        if found:
+            raise UserError(f"adapt: {fault}")
 
 
 def _check_objective(recipe: Recipe) -> None:

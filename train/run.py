@@ -26,8 +26,8 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.train import checkpoint, lora, recipe, trackers
-from draftsmith.train.data.prompts import Prompt, product_prompts
-from draftsmith.train.data.sources import TRAIN, read_source
+from draftsmith.train.data.prompts import Prompt
+from draftsmith.train.data.sources import prompts_to_learn
 from draftsmith.train.learner import Learner
 from draftsmith.train.loop import Run
 from draftsmith.train.medusa2 import Medusa2
@@ -121,9 +121,7 @@ def _accelerator(chosen: Recipe) -> Accelerator:
 def _prompts(chosen: Recipe, say: Callable[[str], None]) -> list[Prompt] | None:
     """The prompts that the target is to answer first; None where samples are given and fit."""
     if chosen.samples is None:
-        if not chosen.prompts:
-            return product_prompts("train")
-        return read_source(chosen.prompts, TRAIN, say)
+        return prompts_to_learn(chosen.prompts, say)
     drawn_at = Sampler(**store.read_manifest(Path(chosen.samples))["sampler"])
     if drawn_at != chosen.sampler:
         raise UserError(

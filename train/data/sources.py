@@ -39,7 +39,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.source import HUB_ID, HUB_TIMEOUT
 from draftsmith.train.data.columns import find_column, given_of, prompt_of, text_of
 from draftsmith.train.data.files import BROKEN, SUFFIXES, Fault, Row, library, read_rows, suffix
-from draftsmith.train.data.prompts import Prompt, Skips, Unusable
+from draftsmith.train.data.prompts import Prompt, Skips, Unusable, product_prompts
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,11 @@ class Reading:
     template: dict[str, Any] = field(default_factory=dict)
 
 
-TRAIN = Reading(use="train")  # prompts to sample from
+def prompts_to_learn(spec: str | None, say: Callable[[str], None] | None = None) -> list[Prompt]:
+    """Prompts to sample from: those that `spec` names, else draftsmith's own."""
+    if not spec:
+        return product_prompts("train")
+    return read_source(spec, Reading(use="train"), say)
 
 
 def read_source(

@@ -17,8 +17,8 @@ from draftsmith.drafters.target.causal_lm import CausalLM
 from draftsmith.drafters.target.shell import Shell
 from draftsmith.drafters.target.source import Source, resolve
 from draftsmith.train import lora
-from draftsmith.train.data.prompts import Prompt, product_prompts
-from draftsmith.train.data.sources import TRAIN, read_source
+from draftsmith.train.data.prompts import Prompt
+from draftsmith.train.data.sources import prompts_to_learn
 from draftsmith.train.lora import linears
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples import store
@@ -145,8 +145,7 @@ def read_texts(recipe: Recipe, prompts: list[Prompt] | None = None) -> Texts:
         samples = Samples(folder, manifest, store.load(folder / store.ROWS))
         made = int(samples.token_counts().sum())
         return Texts(folder, samples.lengths, samples.first_made, made, drawn=True)
-    if prompts is None:
-        prompts = read_source(recipe.prompts, TRAIN) if recipe.prompts else product_prompts("train")
+    prompts = prompts_to_learn(recipe.prompts) if prompts is None else prompts
     asked = torch.tensor([_about_tokens(p) for p in prompts])
     answers = torch.tensor([(1 + len(p.later)) * recipe.max_new_tokens for p in prompts])
     return Texts(recipe.folder, asked + answers, asked, int(answers.sum()), drawn=False)

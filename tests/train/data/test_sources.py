@@ -14,7 +14,7 @@ import pytest
 from draftsmith.drafters.errors import UserError
 from draftsmith.train.data import sources
 from draftsmith.train.data.prompts import Prompt, asked
-from draftsmith.train.data.sources import TRAIN, Reading, balanced, read_source
+from draftsmith.train.data.sources import Reading, balanced, read_source
 
 
 def write(path: Path, rows: list[Any]) -> Path:
@@ -108,7 +108,7 @@ def test_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) 
     assert texts(found) == [f"test {i}" for i in range(3)] and {p.domain for p in found} == {"chat"}
     assert all(len(p.later) == 1 for p in found)
     assert told == [f"prompts {spec}: column prompt, 3 of 3 rows, 6 turns"]
-    assert texts(read_source(spec, TRAIN)) == [f"train {i}" for i in range(3)]
+    assert texts(read_source(spec, Reading(use="train"))) == [f"train {i}" for i in range(3)]
     named = Reading(split="train", limit=2)
     assert texts(read_source(spec, named)) == ["train 0", "train 1"]
     with pytest.raises(UserError, match="has no split dev; it has train, test"):

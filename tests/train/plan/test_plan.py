@@ -406,7 +406,7 @@ def test_prompts_are_read_once(
     world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the hub they are streamed; and what was skipped is told once."""
-    monkeypatch.setattr(outline, "read_source", _never)
+    monkeypatch.setattr(outline, "prompts_to_learn", _never)
     monkeypatch.setattr(plan, "_free_memory", lambda *asked: 0)
     path = world.recipe("once", samples=None, prompts=str(world.prompts))
     assert main([str(path)]) == 2

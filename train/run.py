@@ -32,7 +32,7 @@ from draftsmith.train.learner import Learner
 from draftsmith.train.loop import Run
 from draftsmith.train.medusa2 import Medusa2
 from draftsmith.train.plan import plan
-from draftsmith.train.processes import Processes, check_device_map, launched
+from draftsmith.train.processes import check_device_map, launched
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples import store
 from draftsmith.train.samples.generate import generate
@@ -78,7 +78,15 @@ def run(chosen: Recipe, target: Target | None = None) -> int:
             if prompts is None:
                 samples = Samples.open(Path(str(chosen.samples)), target)
             else:
-                samples = _sampled(chosen, target, prompts, sources, processes)
+                began = time.perf_counter()
+                samples = generate(
+                    target, prompts, chosen.sampler, chosen.max_new_tokens,
+                    chosen.folder / "samples", seed=chosen.seed, notes=sources,
+                    processes=processes,
+                )  # fmt: skip
+                if processes.main:
+                    seconds = time.perf_counter() - began
+                    print(f"samples: ready in {seconds:.0f} s", file=sys.stderr)
             processes.meet()  # the data is ready: from here on no process waits for long
             accelerator = _accelerator(chosen)
             trackers.start(accelerator, chosen)
@@ -129,21 +137,3 @@ def _prompts(chosen: Recipe, say: Callable[[str], None]) -> list[Prompt] | None:
             "set temperature, top_k and top_p to match, or sample anew"
         )
     return None
-
-
-def _sampled(
-    chosen: Recipe,
-    target: Target,
-    prompts: list[Prompt],
-    sources: list[str],
-    processes: Processes,
-) -> Samples:
-    """The target's answers to prompts, each process's share made by itself."""
-    began = time.perf_counter()
-    samples = generate(
-        target, prompts, chosen.sampler, chosen.max_new_tokens, chosen.folder / "samples",
-        seed=chosen.seed, notes=sources, processes=processes,
-    )  # fmt: skip
-    if processes.main:
-        print(f"samples: ready in {time.perf_counter() - began:.0f} s", file=sys.stderr)
-    return samples

@@ -126,17 +126,13 @@ def names_read(tokenizer: Any) -> set[str]:
     template = tokenizer.chat_template
     parts = [template] if isinstance(template, str) else list((template or {}).values())
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
-    parts = [_untagged(part) for part in parts]
+    # Without transformers' own tag, which marks what the assistant says.
+    parts = [re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", part) for part in parts]
     try:
         return set().union(*(meta.find_undeclared_variables(environment.parse(p)) for p in parts))
     except TemplateError as error:
         line = " ".join(str(error).split())
         raise UserError(f"chat template of the tokenizer: is no Jinja ({line}); mend it") from None
-
-
-def _untagged(template: str) -> str:
-    """Without transformers' own tag, which marks what the assistant says."""
-    return re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
 
 
 def misfit(prompt: Prompt, target: Shell, reads: set[str], control: re.Pattern[str]) -> None:

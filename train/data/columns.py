@@ -106,15 +106,11 @@ def _conversation(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
     # An empty system message is how some data sets say that there is none.
     messages = [m for m in messages if m["role"] != "system" or str(m["content"] or "").strip()]
     system = row.get("system") or row.get("system_prompt")
-    if isinstance(system, str) and system.strip() and messages[:1] != _systems(messages[:1]):
+    if isinstance(system, str) and system.strip() and messages and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     if not any(m["role"] == "user" for m in messages):
         raise Unusable(f"{column} has no user turn")
     return messages
-
-
-def _systems(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [m for m in messages if m["role"] == "system"]
 
 
 def _unpacked(value: Any) -> Any:

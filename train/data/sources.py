@@ -149,7 +149,10 @@ def prompts_of(
             if column is None or row.get(column) is None:
                 has = ", ".join(map(str, row)) or "nothing"
                 raise Unusable(f"has no {column or 'text to ask'}", f"it has {has}")
-            prompt = _prompt(row, column, domain, reading)
+            if reading.prefix is not None:
+                prompt = text_of(row, column, domain, reading.prefix)
+            else:
+                prompt = (given_of if reading.given else prompt_of)(row, column, domain)
             out.append(with_template(prompt, reading.template))
         except Unusable as error:
             skipped.add(error.reason, place, error.detail)
@@ -165,12 +168,6 @@ def prompts_of(
         line += f"; skipped {skipped}"
     (say or (log.warning if skipped else log.info))(line)
     return out
-
-
-def _prompt(row: dict[str, Any], column: str, domain: str, reading: Reading) -> Prompt:
-    if reading.prefix is not None:
-        return text_of(row, column, domain, reading.prefix)
-    return (given_of if reading.given else prompt_of)(row, column, domain)
 
 
 def _turns(prompt: Prompt, given: bool) -> int:

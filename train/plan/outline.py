@@ -81,7 +81,7 @@ class Outline:
         self.adapters = self.trained if recipe.lora else of_target  # numbers, among those trained
         self.trained += of_target
         head = self.target.lm_head.weight
-        self.target_size = _count(self.target)
+        self.target_size = sum(p.numel() for p in self.target.parameters())
         embeddings = {id(p): p.numel() for p in (head, self.target.embedding.weight)}
         self.target_body = self.target_size - sum(embeddings.values())
         settings = self.drafter.config
@@ -109,10 +109,6 @@ class Outline:
     def uses(self, depths: int) -> int:
         """How often a row passes each of those: once, where every depth has weights of its own."""
         return 1 if self.drafter.weights_per_depth else depths
-
-
-def _count(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
 
 
 def _config(spec: str) -> tuple[Source, Any]:

@@ -29,6 +29,8 @@ _ROWS = 512  # positions whose logits exist at a time
 _FLOATS = 1 << 24  # and at most that many numbers in one (n, V) tensor
 _TOKENS = 4096  # of one padded forward
 
+Text = tuple[int, list[int], list[bool]]  # a text's number, token ids, made flags
+
 
 @dataclass
 class Audit:
@@ -62,12 +64,12 @@ class Audit:
 
 def audit(
     target: Shell,
-    texts: Sequence[tuple[int, list[int], list[bool]]],
+    texts: Sequence[Text],
     states: States,
     sampler: Sampler,
     tolerance: float,
 ) -> Audit:
-    """Compares texts (number, token ids, made flags) with the target's states of them.
+    """Compares texts with the target's states of them.
 
     tolerance: in nats, at the sampler's cuts (see TOLERANCE). Raises UserError for a token that
     is outside the target's vocabulary.
@@ -110,11 +112,9 @@ def audit(
     return total
 
 
-def _groups(
-    texts: Sequence[tuple[int, list[int], list[bool]]],
-) -> list[list[tuple[int, list[int], list[bool]]]]:
+def _groups(texts: Sequence[Text]) -> list[list[Text]]:
     """Texts of similar length together, at most _TOKENS padded tokens (or one text) a group."""
-    out: list[list[tuple[int, list[int], list[bool]]]] = []
+    out: list[list[Text]] = []
     for text in sorted(texts, key=lambda text: len(text[1])):
         if not out or (len(out[-1]) + 1) * len(text[1]) > _TOKENS:
             out.append([])

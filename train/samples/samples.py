@@ -69,7 +69,7 @@ class Samples:
                 f"samples {folder}: are still being written; wait for that run, or run it again "
                 "to let it finish"
             )
-        _same_target(folder, manifest, target)
+        _check_target(folder, manifest["target"], target)
         rows = store.load(folder / store.ROWS)
         store.check(rows, manifest["samples"], manifest["content_hash"], folder / store.ROWS)
         out = cls(folder, manifest, rows)
@@ -180,19 +180,17 @@ def _words(sampler: Sampler) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in asdict(sampler).items())
 
 
-def _same_target(folder: Path, manifest: dict[str, Any], target: Target) -> None:
-    theirs, ours = manifest["target"], target.identity()
-    for name in ("tokenizer_hash", "vocab_size", "hidden_size", "num_layers", "template_hash"):
-        _same(folder, f"target's {name}", theirs.get(name), ours[name], target)
-    _same(folder, "target's revision", theirs.get("revision"), ours["revision"], target)
-
-
-def _same(folder: Path, name: str, theirs: Any, ours: Any, target: Target) -> None:
-    if theirs != ours:
-        raise UserError(
-            f"samples {folder}: their {name} is {_short(theirs)}, that of {target.source.spec} is "
-            f"{_short(ours)}; use the target they were made with, or sample again"
-        )
+def _check_target(folder: Path, theirs: dict[str, Any], target: Target) -> None:
+    """Raises UserError where samples are another target's; theirs: its identity."""
+    ours = target.identity()
+    for name in ("tokenizer_hash", "vocab_size", "hidden_size", "num_layers", "template_hash",
+                 "revision"):  # fmt: skip
+        if theirs.get(name) != ours[name]:
+            raise UserError(
+                f"samples {folder}: their target's {name} is {_short(theirs.get(name))}, that of "
+                f"{target.source.spec} is {_short(ours[name])}; use the target they were made "
+                "with, or sample again"
+            )
 
 
 def _short(value: Any) -> str:

@@ -4,4 +4,5 @@ import sys
 
 from draftsmith.train.run import main
 
-sys.exit(main())
+if __name__ == "__main__":  # not where a spawned process imports it
+    sys.exit(main())

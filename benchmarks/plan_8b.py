@@ -42,7 +42,7 @@ GIB, HOUR = 1 << 30, 3600
 
 @dataclass
 class Assumed:
-    """Rates as `pace.Pace` has them, by a roofline: few rows wait for weights."""
+    """Rates as `cost.Pace` has them, by a roofline: few rows wait for weights."""
 
     device: torch.device
     dtype: torch.dtype
@@ -62,7 +62,7 @@ def planned(folder: str, gpus: int) -> dict[str, Any]:
     chosen = recipe.load("llama31-8b-eagle3", words)
     outlined = outline.Outline(chosen)
     question = Prompt(messages=None, ids=(0,) * PROMPT_TOKENS, domain="")
-    texts = outline.read_texts(chosen, [question] * PROMPTS)
+    texts = outline.recipe_texts(chosen, [question] * PROMPTS)
     short = chosen.model_copy(update={"rows": 1, "length": 8})  # replay decides then
     replayed = cost.memory(short, outlined, texts, GPU)
     return {

@@ -31,7 +31,9 @@ from draftsmith.drafters.sampling import NOT_APPLIED, Sampler
 from draftsmith.train.objective.objective import LOSSES, Objective
 from draftsmith.train.objective.weights import DepthWeights
 
-Spread = Literal["auto", "balanced", "balanced_low_0", "sequential"] | dict[str, int | str] | None
+DeviceMap = (
+    Literal["auto", "balanced", "balanced_low_0", "sequential"] | dict[str, int | str] | None
+)
 DepthKind = Literal["constant", "geometric", "exponential", "dpace", "reach"]
 
 
@@ -68,7 +70,9 @@ class Recipe(BaseModel):
     )
     runs: Place = entry("runs", "Folder of all runs.")
     target: str = entry("smollm2", "Hub id, folder, GGUF file, package:NAME or smollm2.")
-    device_map: Spread = entry(None, "auto, or {module: device}: for a target no one device holds.")
+    device_map: DeviceMap = entry(
+        None, "auto, or {module: device}: for a target no one device holds."
+    )
     drafter: str = Field(description="The drafter's family, whose own keys stand beside these.")
 
     samples: Place | None = entry(

@@ -456,7 +456,7 @@ def test_accelerate_launch(world: World) -> None:
 @pytest.mark.slow
 def test_two_processes_share_a_cache(world: World) -> None:
     """Launched by torchrun, they fill and read one feature cache, and train like one process that
-    has none (without a cache: test_ranks.py)."""
+    has none (without a cache: test_processes.py)."""
     whole = trained(world, "short-eagle")
     path = world.recipe("pair", rows=1, feature_cache="1GB")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]

@@ -133,8 +133,11 @@ def outlined_drafter(recipe: Recipe, target: Shell) -> tuple[Drafter, int]:
     return drafter, sum(p.numel() for p in drafter.parameters() if p.requires_grad)
 
 
-def read_texts(recipe: Recipe, prompts: list[Prompt] | None = None) -> Texts:
-    """prompts: those read already. Raises UserError for samples or prompts that cannot be read."""
+def recipe_texts(recipe: Recipe, prompts: list[Prompt] | None = None) -> Texts:
+    """A recipe's samples, or its prompts with answers of full length; prompts: those read already.
+
+    Raises UserError for samples or prompts that cannot be read.
+    """
     if recipe.samples is not None:
         folder = Path(recipe.samples)
         manifest = store.read_manifest(folder)

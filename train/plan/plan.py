@@ -18,7 +18,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.train import checkpoint
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.plan import cost
-from draftsmith.train.plan.outline import Outline, read_texts
+from draftsmith.train.plan.outline import Outline, recipe_texts
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.states import cache
 
@@ -54,7 +54,7 @@ def plan(
 
     Raises UserError as `Outline` does, and for samples or prompts that cannot be read.
     """
-    outline, texts = Outline(recipe), read_texts(recipe, prompts)
+    outline, texts = Outline(recipe), recipe_texts(recipe, prompts)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     learned, count = cost.read(recipe, texts, processes), len(texts.lengths)
     once = texts.epoch(recipe.length) * max(count - recipe.heldout, 1) / count
@@ -109,11 +109,10 @@ def check(recipe: Recipe, prompts: list[Prompt] | None = None) -> None:
         )
 
 
-def _free_memory(device: str, spread: bool = False) -> int:
-    """Bytes that this process may come to hold in all, within its container's limit; spread: on all
-    devices together."""
+def _free_memory(device: str, all_devices: bool = False) -> int:
+    """Bytes that this process may come to hold, within its container's limit; or on all devices."""
     if device != "cpu":
-        every = range(torch.cuda.device_count()) if spread else [torch.cuda.current_device()]
+        every = range(torch.cuda.device_count()) if all_devices else [torch.cuda.current_device()]
         return sum(torch.cuda.mem_get_info(index)[0] for index in every)
     free = psutil.virtual_memory().available
     limit, used = (Path("/sys/fs/cgroup") / f"memory.{name}" for name in ("max", "current"))

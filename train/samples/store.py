@@ -3,7 +3,7 @@
     FOLDER/manifest.json    what the samples are; state "writing" until everything below is whole
     FOLDER/samples/         the rows (`datasets.load_from_disk` reads them): ids, made, finish,
                             domain, key
-    FOLDER/parts/           while writing: the batches that are finished (parts.py)
+    FOLDER/parts/           while writing: the batches that are finished (writing.py)
 
 Every file and folder appears under its name by one rename, after its bytes are on the disk.
 """

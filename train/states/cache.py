@@ -227,7 +227,7 @@ class FeatureCache:
         with torch.no_grad():
             for tap in self.taps:
                 if tap == "normed":
-                    # A target that is spread may have its norm on another device.
+                    # By a device map the norm may lie on another device.
                     batch.features[tap] = self.target.norm(final).to(final.device)
                 elif tap == self.target.num_layers:
                     batch.features[str(tap)] = final

@@ -380,7 +380,7 @@ def test_feature_cache(world: World) -> None:
 def test_packed_rows(world: World) -> None:
     """The tokens of a row are those that the training stream packs."""
     samples = Samples.open(world.samples, Target.load(str(world.target)), audit=0)
-    texts = outline.read_texts(recipe.load(world.recipe("rows")))
+    texts = outline.recipe_texts(recipe.load(world.recipe("rows")))
     stream = packing.Stream(samples, range(len(samples)), 64, seed=0)
     rows, _ = stream.take(Cursor(), stream.rows_per_epoch(0))
     tokens = [sum(int(samples.lengths[i]) for i in row) for row in rows]

@@ -58,7 +58,7 @@ class Learner:
         # A row that serves every depth already stands at depth 0, unless depths are multiplied.
         chained = any(LOSSES[loss].chained for loss in recipe.losses)
         self.depths = 1 if self.drafter.rows_shared and not chained else recipe.depths
-        self.heads: list[Tensor] = [p for p in self.drafter.parameters() if p.requires_grad]
+        self.weights: list[Tensor] = [p for p in self.drafter.parameters() if p.requires_grad]
         self.optimizer, self.schedule = self._optimizer()
         self.trained: list[Tensor] = [p for g in self.optimizer.param_groups for p in g["params"]]
         self.stream = Stream(samples, self.learn, recipe.length, recipe.seed)
@@ -68,7 +68,7 @@ class Learner:
         self.step = 0
         self.tokens = 0  # positions learned from so far
         self.running = Running.start(self.depths)  # what losses and the curriculum read
-        self.still = {n for n, p in self.drafter.named_parameters() if p.requires_grad}  # unmoved
+        self.unmoved = {n for n, p in self.drafter.named_parameters() if p.requires_grad}
         self.norms: dict[str, float] = {}  # of the last step's gradients, before clipping
 
     # ---------------------------------------------------------------- what another step changes
@@ -79,20 +79,23 @@ class Learner:
         return self.drafter
 
     @property
-    def replayed(self) -> States:
+    def replay_states(self) -> States:
         """What replay reads."""
         return self.states
 
     @property
-    def moving(self) -> list[Tensor]:
-        """Those of `trained` that this step moves."""
+    def updated(self) -> list[Tensor]:
+        """Those of `trained` that this step changes."""
         return self.trained
 
     def _optimizer(self) -> tuple[torch.optim.AdamW, LambdaLR]:
         """It, and the schedule of its rates."""
         recipe = self.recipe
         optimizer = torch.optim.AdamW(
-            self.heads, lr=recipe.lr, betas=(0.9, 0.95), weight_decay=recipe.weight_decay
+            self.weights,
+            lr=recipe.lr,
+            betas=(0.9, 0.95),
+            weight_decay=recipe.weight_decay,
         )
         warmup = int(recipe.warmup * recipe.steps)
         return optimizer, get_cosine_schedule_with_warmup(optimizer, warmup, recipe.steps)
@@ -135,19 +138,19 @@ class Learner:
             sums.add(self._micro(self._filled(states, batch, part), each, noise, max(total, 1.0)))
         if accelerator.num_processes > 1:
             sums = sums.reduced(accelerator)
-        moving = self.moving
-        for parameter in moving:
+        updated = self.updated
+        for parameter in updated:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad = summed(accelerator, parameter.grad)
-        self.still = watch.still(self.still, self.drafter)
+        self.unmoved = watch.unmoved(self.unmoved, self.drafter)
         if self.logs(self.step + 1):
             self.norms = watch.gradient_norms(self.learning)
-        whole = torch.nn.utils.get_total_norm([p.grad for p in moving if p.grad is not None])
+        whole = torch.nn.utils.get_total_norm([p.grad for p in updated if p.grad is not None])
         norm = whole.item()
         if not math.isfinite(norm):  # said before clipping puts it into every gradient
             watch.check_finite(self.step + 1, watch.gradients(self.learning))
-        torch.nn.utils.clip_grads_with_norm_(moving, recipe.clip, whole)
+        torch.nn.utils.clip_grads_with_norm_(updated, recipe.clip, whole)
         self.optimizer.step()
         self.schedule.step()
         self.step += 1
@@ -192,8 +195,8 @@ class Learner:
         found = [m for m in replays if m["step"] > 0]
         return max(found, key=lambda m: m["tau"]) if found else None
 
-    def beside_replay(self) -> tuple[str, dict[str, Any]] | None:
-        """What else is said and logged when a step was replayed."""
+    def extra_figures(self) -> tuple[str, dict[str, Any]] | None:
+        """What is printed and logged beside a step's replay."""
         return None
 
     def summary(self, best: dict[str, Any] | None) -> str:
@@ -223,7 +226,7 @@ class Learner:
             "schedule": self.schedule.state_dict(),
             "tokens": self.tokens,
             "running": asdict(self.running),
-            "still": sorted(self.still),
+            "still": sorted(self.unmoved),
             "lora": self.lora.state() if self.lora else None,
         }
 
@@ -252,7 +255,7 @@ class Learner:
         self.cursor = Cursor(**state["cursor"])
         self.step, self.tokens = state["step"], state["tokens"]
         self.running = Running(**state["running"])
-        self.still = set(state["still"])
+        self.unmoved = set(state["still"])
         return state
 
     def announce(self, say: Callable[[str], None]) -> None:

@@ -61,8 +61,8 @@ class Run:
         while learner.step < self.recipe.steps:
             sums, norm = learner.advance(states)
             journal.window.add(sums)
-            if learner.running.advance(self.recipe.switch_alpha):
-                self._tell_of_switch()
+            if learner.running.switch(self.recipe.switch_alpha):
+                self._say_switch()
             if learner.logs(learner.step):
                 journal.train(norm, (learner.tokens - tokens) / (time.perf_counter() - began))
                 tokens, began = learner.tokens, time.perf_counter()
@@ -75,7 +75,8 @@ class Run:
             if self._due():
                 aside = time.perf_counter()
                 self._evaluate()
-                self._warn_of_still()
+                if unmoved := ", ".join(sorted(learner.unmoved)):
+                    journal.say(f"step {learner.step}: warning: never moved so far: {unmoved}")
                 if journal.ended():
                     break
                 began += time.perf_counter() - aside
@@ -127,11 +128,11 @@ class Run:
         learner, recipe = self.learner, self.recipe
         samplers = [None] if recipe.sampler.greedy else [None, Sampler(0.0)]
         with self.accelerator.autocast():
-            heldout = learner.read_heldout(learner.replayed)
+            heldout = learner.read_heldout(learner.replay_states)
             found = replays(learner.drafter, heldout, recipe.k, samplers, recipe.seed)
         self.journal.replay(found[0], found[-1])
         self._mark_best()
-        if also := learner.beside_replay():
+        if also := learner.extra_figures():
             self.journal.say(f"step {learner.step}: {also[0]}")
             self.journal.write(**also[1])
 
@@ -158,7 +159,7 @@ class Run:
         )
         return True
 
-    def _tell_of_switch(self) -> None:
+    def _say_switch(self) -> None:
         learner = self.learner
         threshold = self.recipe.switch_alpha[learner.running.stage - 1]
         self.journal.say(
@@ -166,11 +167,6 @@ class Run:
             f"{threshold}: {learner.objective.loss} from here on"
         )
         self.journal.write(kind="switch", loss=learner.objective.loss)
-
-    def _warn_of_still(self) -> None:
-        if still := self.learner.still:
-            names = ", ".join(sorted(still))
-            self.journal.say(f"step {self.learner.step}: warning: never moved so far: {names}")
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         self.stopping = True

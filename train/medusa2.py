@@ -107,7 +107,7 @@ class Medusa2(Learner):
         recipe = self.recipe
         self.adapters = TargetAdapters(self.target, recipe.adapt or 0)
         groups = [
-            {"params": self.heads, "lr": recipe.lr},
+            {"params": self.weights, "lr": recipe.lr},
             {"params": list(self.adapters.weights.values()), "lr": recipe.adapt_lr},
         ]
         optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=recipe.weight_decay)
@@ -118,12 +118,12 @@ class Medusa2(Learner):
         return nn.ModuleDict({"heads": self.drafter, "target": self.target.hf})
 
     @property
-    def replayed(self) -> States:
+    def replay_states(self) -> States:
         return Computed(self.target, TAPS)
 
     @property
-    def moving(self) -> list[Tensor]:
-        return self.heads if self.step < self.first else self.trained
+    def updated(self) -> list[Tensor]:
+        return self.weights if self.step < self.first else self.trained
 
     @property
     def _rows(self) -> int:
@@ -162,7 +162,7 @@ class Medusa2(Learner):
     def _moved(self) -> dict[str, Any]:
         """Mean KL of the new target from the old one on the held-out tokens."""
         total, tokens = 0.0, 0
-        pairs = zip(*map(self.read_heldout, (self.states, self.replayed)), strict=True)
+        pairs = zip(*map(self.read_heldout, (self.states, self.replay_states)), strict=True)
         with self.accelerator.autocast():
             for before, batch in pairs:
                 assert before.final is not None and batch.final is not None
@@ -171,7 +171,7 @@ class Medusa2(Learner):
                 tokens += int(counted.sum())
         return {"kl": total / max(tokens, 1), "kl_tokens": tokens}
 
-    def beside_replay(self) -> tuple[str, dict[str, Any]] | None:
+    def extra_figures(self) -> tuple[str, dict[str, Any]] | None:
         if self.step <= self.first:
             return None
         if self.step < self.recipe.steps:

@@ -52,7 +52,7 @@ def gradient_norms(module: nn.Module) -> dict[str, float]:
     return {part: math.sqrt(square) for part, square in squares.items()}
 
 
-def still(names: Iterable[str], module: nn.Module) -> set[str]:
+def unmoved(names: Iterable[str], module: nn.Module) -> set[str]:
     """Those of the parameters named whose gradient is missing or all zero."""
     grads = {n: p.grad for n, p in module.named_parameters()}
     return {n for n in names if (g := grads[n]) is None or not bool(g.any())}

@@ -122,7 +122,9 @@ def test_the_best_checkpoint_serves_what_was_measured(
     assert again.journal.tau == max(taus)
     # What it yields where q's argmax is drafted: the walk of such a server through the same text.
     [line] = [m for m in metrics(run) if m["kind"] == "replay" and m["tau"] == max(taus)]
-    at_zero = [replace(batch, sampler=Sampler(0.0)) for batch in made.read_heldout(made.replayed)]
+    at_zero = [
+        replace(batch, sampler=Sampler(0.0)) for batch in made.read_heldout(made.replay_states)
+    ]
     walked = [table for batch in at_zero for table in tables(drafter, batch, 3) if table.tokens]
     passes = sum(walk(table, 3, shortens=False).passes for table in walked)
     tau = sum(table.tokens for table in walked) / passes

@@ -144,7 +144,7 @@ class Running:
         """Of the moving weights; 1 before the first step."""
         return self.factor / self.total if self.total and self.factor else 1.0
 
-    def advance(self, thresholds: Sequence[float]) -> bool:
+    def switch(self, thresholds: Sequence[float]) -> bool:
         """Moves to the curriculum's next loss once alpha_0 has passed its threshold."""
         if self.stage < len(thresholds) and float(self.mean_alpha[0]) >= thresholds[self.stage]:
             self.stage += 1

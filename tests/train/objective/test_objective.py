@@ -276,12 +276,12 @@ def test_a_replay_loss_leaves_the_mean_of_weights_alone() -> None:
 
 def test_curriculum_advances_by_alpha() -> None:
     running = Running(torch.tensor([4.0]), torch.tensor([10.0]))
-    assert not running.advance([0.5, 0.6]) and running.stage == 0
+    assert not running.switch([0.5, 0.6]) and running.stage == 0
     running.alpha += 1.5
-    assert running.advance([0.5, 0.6]) and running.stage == 1
-    assert not running.advance([0.5, 0.6])
+    assert running.switch([0.5, 0.6]) and running.stage == 1
+    assert not running.switch([0.5, 0.6])
     running.alpha += 1
-    assert running.advance([0.5, 0.6]) and not running.advance([0.5, 0.6])
+    assert running.switch([0.5, 0.6]) and not running.switch([0.5, 0.6])
 
 
 def test_the_comparison_notices(monkeypatch: pytest.MonkeyPatch) -> None:

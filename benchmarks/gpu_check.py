@@ -36,7 +36,7 @@ from draftsmith.drafters.policy import Tree
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.loop import Decoder
-from draftsmith.eval.overlap import divergences, rowwise
+from draftsmith.eval.overlap import divergences
 from draftsmith.eval.report.provenance import provenance
 from draftsmith.eval.speed import bench, bench_table, clocks, synthetic
 
@@ -209,7 +209,7 @@ def compiled(check: Check) -> dict[str, Any]:
     for loss in ("kl", "expected", "jsd"):
         grads, seconds = [], []
         for devices in ((), ("cuda",)):
-            with patch.object(rowwise, "COMPILED", devices):
+            with patch.object(divergences, "COMPILED", devices):
                 for _ in range(2):  # the first one compiles
                     drafter.zero_grad(set_to_none=True)
                     torch.cuda.synchronize()

@@ -1,8 +1,8 @@
 """Passes over the vocabulary: from logits to a row's scalars, and from their gradients back.
 
-Two functions of draft logits and one of the target's, each row by itself (rowwise.py runs them).
-Between forward and backward nothing of a row's vocabulary is kept but the logits themselves: q is
-made again from them and the row's log-normaliser, which costs less than to store it.
+Two functions of draft logits and one of the target's, each row by itself. Between forward and
+backward nothing of a row's vocabulary is kept but the logits themselves: q is computed again from
+them and the row's log-normaliser, which costs less than to store it.
 
 Gradients with respect to the draft logits z, q = softmax(z / T) (each checked in float64):
     log q(x)      (1[i = x] - q_i) / T
@@ -12,12 +12,17 @@ Gradients with respect to the draft logits z, q = softmax(z / T) (each checked i
     rkl           q_i (r_i - E_q r) / T                KL(q || p), r = log(q / p)
     jsd           the same, r = log(2q / (p + q)) / 2  Jensen-Shannon, over all of V
     top_k         (q_i P(top) - p_i 1[i in top]) / T   -sum_top p log q (HASS, arXiv 2408.15766)
+
+Each function is written once, in plain torch, and run by `RowWise`. On a GPU a pass over (rows, V)
+is a trip to memory, and `torch.compile` makes one kernel of many; on a CPU a pass over values that
+still lie in the cache costs a fraction of one over memory, so rows are taken in blocks.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,11 +30,15 @@ from torch import Tensor
 
 from draftsmith.drafters.sampling import Sampler, argmax
 from draftsmith.drafters.vocab import VocabMap
-from draftsmith.eval.overlap.rowwise import RowWise
 
 DIVERGENCES = ("ce", "kl", "rkl", "jsd", "top_k")
 TOP = 10  # tokens of HASS's top-k term
+COMPILED = ("cuda",)  # device types on which functions are compiled
+BLOCK = 1 << 19  # values of one block's tensor for each core, so that it stays in the cache
 _FLOAT = torch.finfo(torch.float32)
+
+logger = logging.getLogger(__name__)
+Tensors = tuple[Tensor, ...]
 
 
 def cuts(sampler: Sampler) -> bool:
@@ -198,6 +207,65 @@ def _scaled(logits: Tensor, sampler: Sampler) -> Tensor:
 def _at(values: Tensor, token: Tensor) -> Tensor:
     """values (n, Vd) at token (n,); at 0 where that is -1."""
     return values.gather(1, token.clamp(min=0).unsqueeze(1)).squeeze(1)
+
+
+# ---------------------------------------------------------------- running them
+
+
+class RowWise:
+    """Runs function(rows, shared, ..) -> tensors, whose outputs' row i needs row i of `rows` only.
+
+    rows: tensors with the same first axis, the first of them the widest; shared: tensors that every
+    row may read. Further arguments are plain values, each of which is compiled for by itself. Where
+    compiling fails, one line says so and the function runs as it is written.
+    """
+
+    def __init__(self, function: Callable[..., Tensors]) -> None:
+        self.function = function
+        self.fused: Callable[..., Tensors] | None = None
+        self.failed = False
+
+    def __call__(self, rows: Sequence[Tensor], shared: Sequence[Tensor], *plain: object) -> Tensors:
+        rows = tuple(t.detach() for t in rows)
+        device = rows[0].device.type
+        if device in COMPILED and not self.failed:
+            try:
+                return self._compiled()(rows, tuple(shared), *plain)
+            except _failures() as error:
+                self.failed = True
+                line = str(error).strip().splitlines()[0]
+                name = self.function.__name__
+                logger.warning("%s: not compiled, goes on eagerly (%s)", name, line)
+        if device != "cpu":
+            return self.function(rows, shared, *plain)
+        return self._in_blocks(rows, shared, *plain)
+
+    def _compiled(self) -> Callable[..., Tensors]:
+        if self.fused is None:  # chunks differ in size: one kernel for all of them
+            self.fused = torch.compile(self.function, fullgraph=True, dynamic=True)
+        return self.fused
+
+    def _in_blocks(self, rows: Tensors, shared: Sequence[Tensor], *plain: object) -> Tensors:
+        count = rows[0].shape[0]
+        size = max(1, BLOCK * torch.get_num_threads() // max(rows[0].shape[1], 1))
+        if count <= size:
+            return self.function(rows, shared, *plain)
+        whole: list[Tensor] = []
+        for start in range(0, count, size):
+            block = slice(start, start + size)
+            parts = self.function(tuple(t[block] for t in rows), shared, *plain)
+            if not whole:
+                whole = [part.new_empty(count, *part.shape[1:]) for part in parts]
+            for out, part in zip(whole, parts, strict=True):
+                out[block] = part
+        return tuple(whole)
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What compiling raises: a graph that breaks, no compiler, too many variants."""
+    from torch._dynamo import exc  # slow to import, and of no use where nothing is compiled
+
+    return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
 
 
 law_of_kept = RowWise(_law_of_kept)

@@ -3,7 +3,7 @@
 One row is one (anchor, depth): the target's law p for a token beside the drafter's law q. The
 scalars have their own backward, in fp32, and are meant to be called on one chunk of anchors with
 all their depths, so that no B*T*V tensor ever exists.
-Their gradients, and the passes over the vocabulary that they are made of: laws.py.
+Their gradients, and the passes over the vocabulary that they are made of: divergences.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RowStats:
     temperature 0 is 0 where x is q's argmax, else -inf.
     gap (no gradient): at temperature 0 the distance of q's two largest logits, by which an fp32 tie
     is recognised; inf elsewhere.
-    divergence: those of laws.DIVERGENCES that were asked for, before truncation, finite everywhere;
+    divergence: those of DIVERGENCES that were asked for, before truncation, finite everywhere;
     p is the true p over the kept tokens, so missing mass counts as rejected. ce is 0, without a
     gradient, where x cannot be proposed.
 
@@ -63,7 +63,7 @@ def row_stats(
 
     final (m, H): the target's pre-norm states; draft_logits (n, Vd); token (n,): the text's token
     of each row; which (n,): each row's index into final (None: m = n, in order), so that depths
-    that share a position share its logits. divergences: names out of laws.DIVERGENCES; each one
+    that share a position share its logits. divergences: names out of DIVERGENCES; each one
     costs a pass over (n, Vd).
     """
     if which is None:

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.vocab import VocabMap
-from draftsmith.eval.overlap import divergences, rowwise
-from draftsmith.eval.overlap.divergences import DIVERGENCES
+from draftsmith.eval.overlap import divergences
+from draftsmith.eval.overlap.divergences import DIVERGENCES, RowWise
 from draftsmith.eval.overlap.row_stats import row_stats
-from draftsmith.eval.overlap.rowwise import RowWise
 
 V = 96
 FULL, REDUCED = VocabMap(V), VocabMap(V, torch.arange(0, V, 3))
@@ -75,7 +74,7 @@ def test_blocks_change_nothing(
     """One row at a time, and blocks that do not divide the rows."""
     whole = found(23, vocab, sampler)
     for rows in (1, 5):
-        monkeypatch.setattr(rowwise, "BLOCK", rows * vocab.draft_size)
+        monkeypatch.setattr(divergences, "BLOCK", rows * vocab.draft_size)
         monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
         same(found(23, vocab, sampler), whole)
 
@@ -84,7 +83,7 @@ def test_rows_that_are_not_their_own_are_noticed(monkeypatch: pytest.MonkeyPatch
     """Planted fault: a block's rows read the first block's positions."""
     plain = divergences.measure.function
     whole = found(23, FULL, Sampler())
-    monkeypatch.setattr(rowwise, "BLOCK", 5 * V // torch.get_num_threads())
+    monkeypatch.setattr(divergences, "BLOCK", 5 * V // torch.get_num_threads())
     fault = RowWise(lambda rows, *rest: plain((rows[0], rows[1] * 0, rows[2]), *rest))
     monkeypatch.setattr("draftsmith.eval.overlap.row_stats.measure", fault)
     with pytest.raises(AssertionError):
@@ -106,7 +105,7 @@ def check_compiled(made: dict[str, RowWise], sampler: Sampler, device: str) -> N
         # Plain loops: finding out what vectors this CPU has compiles programs of its own.
         inductor.patch({"cpp.vec_isa_ok": True, "cpp.simdlen": 1}),
     ):
-        patch.setattr(rowwise, "COMPILED", (device,))
+        patch.setattr(divergences, "COMPILED", (device,))
         torch.compiler.reset()
         for case, wanted in zip(cases, written, strict=True):
             same(found(*case, sampler, device), wanted)
@@ -124,7 +123,7 @@ def test_compiled_is_as_written(sampler: Sampler, afresh: dict[str, RowWise]) ->
 def test_compiled_is_as_written_on_a_gpu(
     sampler: Sampler, afresh: dict[str, RowWise], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rowwise, "COMPILED", ())
+    monkeypatch.setattr(divergences, "COMPILED", ())
     check_compiled(afresh, sampler, "cuda")
 
 
@@ -144,7 +143,7 @@ def test_a_failed_compilation_is_told_once(
         return broken
 
     monkeypatch.setattr(torch, "compile", compile)
-    monkeypatch.setattr(rowwise, "COMPILED", ("cpu",))
+    monkeypatch.setattr(divergences, "COMPILED", ("cpu",))
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             same(found(9, FULL, Sampler()), wanted)

@@ -1,20 +1,29 @@
-"""The certificate's texts: what is decoded, against what transformers writes and draws."""
+"""The certificate's texts: what is decoded, against what transformers writes and draws.
+
+An untrained head is hardly ever right, so nothing that happens after an acceptance would be tried:
+accepted paths, their commit, texts that end inside a block. So texts are also decoded with
+`Rehearsed`, a drafter that knows the answers.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from draftsmith.drafters.base import Drafter, Policy
+from draftsmith.drafters.base import Drafter, DrafterState, Guesses, Policy, Proposal
+from draftsmith.drafters.batch import Alignment, Batch
+from draftsmith.drafters.grow import from_states, grow
 from draftsmith.drafters.policy import StaticTree, Tree
 from draftsmith.drafters.sampling import Noise, Purpose, Sampler, pick
 from draftsmith.drafters.target.attention import chain_step
+from draftsmith.drafters.target.shell import Shell
 from draftsmith.drafters.target.slab import Slab
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance.parity import TIE
-from draftsmith.eval.certify.rehearsal import Rehearsed
 from draftsmith.eval.certify.subject import (
     GREEDY,
     SEED,
@@ -27,6 +36,8 @@ from draftsmith.eval.certify.subject import (
 )
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.text import Text, end_token
+
+_RANKS = (0, 0, 1, 0, 2, 0, 3, 1)  # of the right token in `Rehearsed`, by the hash of its place
 
 
 def text_steps(subject: Subject) -> Steps:
@@ -203,7 +214,7 @@ def half_precision(subject: Subject) -> Outcome:
 
 
 @torch.no_grad()
-def _logits(target: Target, tokens: list[int], width: int) -> torch.Tensor:
+def _logits(target: Target, tokens: list[int], width: int) -> Tensor:
     """Logits (T, V) in fp32 of a text that is read `width` tokens at a time."""
     ids = torch.tensor([tokens], device=target.device)
     slab = Slab(1, len(tokens), target.device)
@@ -212,3 +223,69 @@ def _logits(target: Target, tokens: list[int], width: int) -> torch.Tensor:
         out.append(target.head(target(piece, chain_step(slab, piece.shape[1])).final)[0])
         slab.commit(torch.full_like(slab.length, piece.shape[1]))
     return torch.cat(out).float()
+
+
+# ---------------------------------------------------------------- a drafter that knows the text
+
+
+@dataclass
+class _RehearsedState(DrafterState):
+    """length (B,): committed tokens."""
+
+    length: Tensor
+
+
+class Rehearsed(Drafter[_RehearsedState]):
+    """Ranks a text's own token first, second, third, or not at all, as a hash of its place says,
+    among decoys; ranked at every temperature. texts: each row id's whole text, prompt and answer.
+    """
+
+    family = "rehearsed"
+    deterministic = True
+    trees = True
+    capturable = False
+
+    def __init__(self, target: Shell, texts: Mapping[int, Sequence[int]]) -> None:
+        super().__init__(target, None)
+        self.texts = texts
+
+    def unroll(self, batch: Batch, alignment: Alignment) -> Guesses:
+        raise NotImplementedError("a rehearsed drafter probes the decoder; it is not replayed")
+
+    def logits(self, hidden: Tensor, prev: Tensor, depth: Tensor) -> Tensor:
+        return hidden  # (n, V): the state of a depth is its ranking
+
+    def start(self, rows: int, capacity: int) -> _RehearsedState:
+        return _RehearsedState(torch.zeros(rows, dtype=torch.long, device=self.target.device))
+
+    def extend(
+        self, state: _RehearsedState, tokens: Tensor, features: dict[str, Tensor], counts: Tensor
+    ) -> None:
+        state.length += counts
+
+    def propose(
+        self,
+        state: _RehearsedState,
+        root: Tensor,
+        policy: Policy,
+        sampler: Sampler,
+        noise: Noise,
+    ) -> Proposal:
+        places = zip(noise.rows.tolist(), state.length.tolist(), strict=True)
+        ranked = [[self._ranking(row, at + 1 + j) for j in range(policy.k)] for row, at in places]
+        states = torch.stack([torch.stack(row) for row in ranked]).to(root.device)  # (B, k, V)
+        greedy = Sampler(0.0)  # so that a chain is ranked too
+        forward = from_states(self, states)
+        return grow(root, state.length, policy, self.vocab, greedy, noise, forward)
+
+    def _ranking(self, row: int, place: int) -> Tensor:
+        """Logits (V,) of the token at a place of a row's text."""
+        V = self.vocab.size
+        code = row * 31 + place * 17
+        out = (torch.arange(V) * 7919 + code * 104729) % 65537 / 65537  # decoys, all below 1
+        text = self.texts[row]
+        if place < len(text):
+            rank = _RANKS[code % len(_RANKS)]
+            out[[(text[place] + 1 + i) % V for i in range(rank)]] = 3.0
+            out[text[place]] = 2.0
+        return out

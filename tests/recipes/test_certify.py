@@ -21,9 +21,8 @@ from draftsmith.drafters.base import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.eval.certify import certify, rulebook
 from draftsmith.eval.certify import texts as certified_texts
-from draftsmith.eval.certify.rehearsal import Rehearsed
 from draftsmith.eval.certify.subject import GREEDY, Subject, divergence, untrained
-from draftsmith.eval.certify.texts import half_precision, own_text, text_steps
+from draftsmith.eval.certify.texts import Rehearsed, half_precision, own_text, text_steps
 from draftsmith.eval.decoder import accept
 from draftsmith.eval.decoder.accept import Accepted
 

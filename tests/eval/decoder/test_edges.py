@@ -16,7 +16,7 @@ from draftsmith.drafters.ngram import Ngram
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target import attention, causal_lm
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval.certify.rehearsal import Rehearsed
+from draftsmith.eval.certify.texts import Rehearsed
 from draftsmith.eval.decoder.loop import Decoder
 from targets import LONGROPE, build_as
 

@@ -11,12 +11,32 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from draftsmith.drafters.base import Drafter, Policy
+from draftsmith.drafters.policy import StaticTree
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.eval.certify.rulebook import EXACT, WRONG, rule_errors, wrong_rule_errors
+from draftsmith.eval.certify.enumeration import (
+    Laws,
+    continued,
+    emitted,
+    emitted_tree,
+    error,
+    over_rounds,
+    points,
+    random_laws,
+)
 from draftsmith.eval.certify.subject import GREEDY, WARM, Outcome, Steps, Subject
 from draftsmith.eval.certify.texts import half_precision, text_steps
+from draftsmith.eval.decoder import accept
+from draftsmith.eval.decoder.accept import Accepted, chain
 from draftsmith.eval.evaluate import read_texts, replay_of
+
+EXACT = 1e-12  # of a chance, in float64
+WRONG = 1e-3  # a wrong rule must miss by more
+V, K = 3, 2
+BUSHY = StaticTree(((0,), (1,), (0, 0), (0, 1)), drawn=True)
 
 
 @dataclass
@@ -46,19 +66,6 @@ def certify(subject: Subject, begin: Callable[[str], None] = lambda name: None) 
 def certificate(checks: Sequence[Check]) -> dict[str, Any]:
     """The content of certificate.json, provenance aside."""
     return {"holds": all(c.passed for c in checks), "checks": [asdict(c) for c in checks]}
-
-
-def rule_steps() -> Steps:
-    """Enumeration runs as the generators are drawn from, one check at a time."""
-
-    def bounded(found: Iterator[tuple[str, float]], exact: bool) -> Outcome:
-        errors = dict(found)
-        worst = max(errors.values()) if exact else min(errors.values())
-        listed = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
-        return worst < EXACT if exact else worst > WRONG, f"largest error of a chance: {listed}"
-
-    yield "accept rules are exact, by enumeration", lambda: bounded(rule_errors(), True)
-    yield "wrong rules are caught", lambda: bounded(wrong_rule_errors(), False)
 
 
 def parity_steps(subject: Subject) -> Steps:
@@ -97,3 +104,97 @@ def _parity_step(
         return parity.holds, figure
 
     return step
+
+
+# ---------------------------------------------------------------- accept rules, and wrong ones
+
+
+def rule_steps() -> Steps:
+    """Enumeration runs as the generators are drawn from, one check at a time."""
+
+    def bounded(found: Iterator[tuple[str, float]], exact: bool) -> Outcome:
+        errors = dict(found)
+        worst = max(errors.values()) if exact else min(errors.values())
+        listed = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
+        return worst < EXACT if exact else worst > WRONG, f"largest error of a chance: {listed}"
+
+    yield "accept rules are exact, by enumeration", lambda: bounded(rule_errors(), True)
+    yield "wrong rules are caught", lambda: bounded(wrong_rule_errors(), False)
+
+
+def match(drafts: Tensor, length: Tensor, p: Tensor, q: Tensor, draws: Any) -> Accepted:
+    """accept.match as the decoder calls it: the target draws its own token at every node."""
+    return accept.match(drafts, length, draws.pick(p))
+
+
+def match_tree(tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, draws: Any) -> Accepted:
+    """accept.match_tree as the decoder calls it."""
+    length = torch.full_like(tokens[:, 0], tokens.shape[1])
+    choice = draws.pick(p)  # (B, N)
+    k = tokens.shape[1] - 1  # no path is longer
+    return accept.match_tree(
+        tokens, parents, length, k, lambda node: choice.gather(1, node.unsqueeze(1)).squeeze(1)
+    )
+
+
+class Coins:
+    """A `draws` whose picks count for nothing: for wrong rules that draw their own token."""
+
+    def __init__(self, draws: Any) -> None:
+        self.accept = draws.accept
+
+    def pick(self, weights: Tensor) -> Tensor:
+        return torch.zeros(weights.shape[:-1], dtype=torch.long)
+
+
+def corrected_from_p(drafts: Tensor, length: Tensor, p: Tensor, q: Tensor, draws: Any) -> Accepted:
+    """Wrong: after a rejection, draw from p again."""
+    count = chain(drafts, length, p, q, Coins(draws)).count
+    return Accepted(count, draws.pick(p[torch.arange(len(count)), count]))
+
+
+def not_renormalised(tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, draws: Any) -> Accepted:
+    """Wrong: siblings drawn without replacement, each judged by the q of the first. Depth 1."""
+    here = p[:, 0]
+    path = torch.zeros_like(tokens)
+    for i in range(1, tokens.shape[1]):
+        x = tokens[:, i : i + 1]
+        prob = (here.gather(1, x) / q[:, 0].gather(1, x)).clamp(max=1.0)
+        if bool(draws.accept(prob)):
+            path[:, 1] = i
+            return Accepted(torch.ones_like(x[:, 0]), draws.pick(p[:, i]), path)
+        left = (here - q[:, 0]).clamp(min=0)
+        here = left / left.sum(1, keepdim=True)
+    return Accepted(torch.zeros_like(tokens[:, 0]), draws.pick(here), path)
+
+
+def rule_errors() -> Iterator[tuple[str, float]]:
+    """(rule, largest error of the text's law), over laws with and without zeros."""
+    pairs: list[tuple[Laws, Laws]] = [
+        (random_laws(V, K + 1, seed, zeros), random_laws(V, K, seed + 50, zeros))
+        for seed, zeros in ((1, 0.0), (3, 0.5), (4, 0.4))
+    ]
+    for name, rule in (("chain", accept.chain), ("block", accept.block)):
+        yield name, max(error(emitted(rule, p, q), p) for p, q in pairs)
+    p, q = random_laws(2, 9, 5), random_laws(2, 8, 6)
+    joint = over_rounds(accept.block, p, q, K=2, tokens=7)  # three rounds at the least
+    yield "block, three rounds", (joint - continued(p[:7], ())).abs().max().item()
+    yield "match", max(error(emitted(match, p, points(q)), p) for p, q in pairs)
+    # At temperature 0 p is a point mass, which match follows as the greedy rule.
+    greedy = [(points(p), points(q)) for p, q in pairs]
+    yield "greedy", max(error(emitted(match, p, q), p) for p, q in greedy)
+    tokens = [0, 2, 0, 1, 2]
+    errors = (error(emitted_tree(match_tree, p, q, BUSHY, tokens), p) for p, q in pairs)
+    yield "match tree", max(errors)
+    drawn = accept.without_replacement
+    yield "without replacement", max(error(emitted_tree(drawn, p, q, BUSHY), p) for p, q in pairs)
+
+
+def wrong_rule_errors() -> Iterator[tuple[str, float]]:
+    """(mistake, largest error of the text's law): what the same enumeration makes of it."""
+    p, q = random_laws(4, 3, 1), random_laws(4, 2, 2)
+    yield "correction drawn from p", error(emitted(corrected_from_p, p, q), p)
+    yield "argmax drafts judged by q(x)", error(emitted(accept.chain, p, q, drawn=points(q)), p)
+    p, q = random_laws(5, 2, 5), random_laws(5, 1, 6)
+    siblings = StaticTree(((0,), (1,), (2,)), drawn=True)
+    yield "q not renormalised", error(emitted_tree(not_renormalised, p, q, siblings), p)

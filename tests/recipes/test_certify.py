@@ -19,7 +19,7 @@ import tiny
 import training
 from draftsmith.drafters.base import Policy
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.eval.certify import certify, rulebook
+from draftsmith.eval.certify import certify
 from draftsmith.eval.certify import texts as certified_texts
 from draftsmith.eval.certify.subject import GREEDY, Subject, divergence, untrained
 from draftsmith.eval.certify.texts import Rehearsed, half_precision, own_text, text_steps
@@ -148,7 +148,8 @@ def test_command(
     path = world.root / "certificate.json"
     words = ("certify", world.target, "--max-new-tokens", 8, "--output", path)
     monkeypatch.setattr(certify, "text_steps", lambda of: islice(text_steps(of), 3))
-    monkeypatch.setattr(certify, "rule_errors", lambda: islice(rulebook.rule_errors(), 1))
+    rule_errors = certify.rule_errors
+    monkeypatch.setattr(certify, "rule_errors", lambda: islice(rule_errors(), 1))
     code = front_door.run(monkeypatch, *words)
     out = capsys.readouterr().out
     written = json.loads(path.read_text())
@@ -157,7 +158,7 @@ def test_command(
     assert len(lines) == len(written["checks"]) > 10
     assert written["holds"] and written["target"]["spec"] == str(world.target)
     assert {"versions", "machine", "command", "commit"} <= written.keys()
-    monkeypatch.setattr(accept, "chain", rulebook.corrected_from_p)
+    monkeypatch.setattr(accept, "chain", certify.corrected_from_p)
     assert front_door.run(monkeypatch, *words) == 1
     out = capsys.readouterr().out
     assert "FAIL  accept rules are exact" in out and not json.loads(path.read_text())["holds"]

@@ -14,7 +14,7 @@ from draftsmith.drafters.parts import heads
 from draftsmith.drafters.target.attention import Step
 from draftsmith.drafters.target.causal_lm import CausalLM, TargetOutput
 from draftsmith.drafters.vocab import VocabMap
-from draftsmith.eval.certify import rulebook
+from draftsmith.eval.certify import certify
 from draftsmith.eval.decoder import accept
 from draftsmith.eval.decoder import round as round_module
 from planted import CLASSES, Patch
@@ -217,7 +217,7 @@ def first_draft_unseen(patch: Patch) -> None:
 
 def nothing_subtracted(patch: Patch) -> None:
     """After a rejection the rule draws from p, not from what p has over q."""
-    patch.setattr(accept, "chain", rulebook.corrected_from_p)
+    patch.setattr(accept, "chain", certify.corrected_from_p)
 
 
 def ids_unmapped(patch: Patch) -> None:

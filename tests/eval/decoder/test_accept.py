@@ -14,6 +14,7 @@ from torch import Tensor
 
 from draftsmith.drafters.policy import StaticTree
 from draftsmith.drafters.sampling import Noise, Purpose, pick
+from draftsmith.eval.certify.certify import corrected_from_p, match, match_tree
 from draftsmith.eval.certify.enumeration import (
     Laws,
     continued,
@@ -24,7 +25,6 @@ from draftsmith.eval.certify.enumeration import (
     points,
     random_laws,
 )
-from draftsmith.eval.certify.rulebook import corrected_from_p, match, match_tree
 from draftsmith.eval.decoder import accept
 from draftsmith.eval.decoder.accept import Accepted, KeyedDraws
 from exact import chi_square

@@ -21,7 +21,7 @@ from typing import Any
 from common import HERE, cell, markdown, number
 
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval.servers import tools
+from draftsmith.eval.servers import llama_cpp
 from draftsmith.eval.servers.serving import KINDS
 from draftsmith.recipes.commands import Export, ServeCheck
 from draftsmith.recipes.export import export_checkpoint
@@ -78,7 +78,7 @@ def served(checkpoint: Path, server: str, drafts: str) -> dict[str, Any]:
         export = Path(folder) / "export"
         gguf = None
         if server == "llama.cpp":
-            gguf = tools.target_gguf(Target.load("smollm2").source)
+            gguf = llama_cpp.target_gguf(Target.load("smollm2").source)
         export_checkpoint(Export(checkpoint, server, export, k=K, target_gguf=gguf))
         found = measure(
             ServeCheck(

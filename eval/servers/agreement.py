@@ -26,8 +26,7 @@ from draftsmith.eval.acceptance.parity import TIE
 from draftsmith.eval.acceptance.replay import Table, tables
 from draftsmith.eval.decoder.text import Text
 from draftsmith.eval.evaluate import read_texts
-from draftsmith.eval.servers.client import Answer
-from draftsmith.eval.servers.counters import Counters
+from draftsmith.eval.servers.client import Answer, Counters
 
 
 @dataclass

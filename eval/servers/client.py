@@ -1,7 +1,12 @@
-"""Speaking to a server over HTTP: token ids in, token ids and counters out."""
+"""Speaking to a server over HTTP: token ids in, token ids and counters out.
+
+Counters run over a server's whole life: only the difference of two readings says anything about
+what was asked in between.
+"""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,12 +17,17 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.export.server import Draft, Server
 from draftsmith.drafters.target.source import Source
 from draftsmith.eval.servers import http
-from draftsmith.eval.servers.counters import Counters, parse
 from draftsmith.eval.servers.process import Child
 
 T = TypeVar("T")
 ANSWER = 600.0  # seconds that one answer may take
 SETTLE = 20.0  # seconds until the counters must show an answer that we hold
+DRAFTS = "spec_decode_num_drafts_total"
+DRAFTED = "spec_decode_num_draft_tokens_total"
+ACCEPTED = "spec_decode_num_accepted_tokens_total"
+PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
+_LINE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
+_POSITION = re.compile(r'position="(\d+)"')
 
 
 @dataclass(frozen=True)
@@ -28,7 +38,7 @@ class Kind:
     program(): what is started, UserError where it is not set up. command(program, target, draft or
     None, length of prompt and answer, port); environment(program) is added to ours. patched():
     whether the one set up here has the fix of tests/support/servers.sh, None where there is none.
-    prefix, tokens: see `counters.parse`. version(json of about): its version, None where the reply
+    prefix, tokens: see `parse_counters`. version(json of about): its version, None where the reply
     is another server's. limit: its word for the answer's length; asks: what a request holds beside
     what all have; ids(reply): the answer's token ids. shortens: it drafts less where fewer tokens
     are left, instead of throwing away what exceeds the limit. exact: the flags without which its
@@ -54,6 +64,35 @@ class Kind:
     @property
     def name(self) -> str:
         return self.server.name
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What a server counted of its speculation between two readings.
+
+    drafts: rounds that drafted. drafted: tokens in them. accepted: how often at each position.
+
+    tokens: all that were generated. Of a server that does not speculate the first three are 0.
+    """
+
+    drafts: int = 0
+    drafted: int = 0
+    accepted: tuple[int, ...] = ()
+    tokens: int = 0
+
+    def __sub__(self, before: Counters) -> Counters:
+        """What was counted since `before`, position by position."""
+        width = max(len(self.accepted), len(before.accepted))
+        ours, theirs = (c.accepted + (0,) * (width - len(c.accepted)) for c in (self, before))
+        return Counters(
+            self.drafts - before.drafts,
+            self.drafted - before.drafted,
+            tuple(a - b for a, b in zip(ours, theirs, strict=True)),
+            self.tokens - before.tokens,
+        )
+
+    def __add__(self, other: Counters) -> Counters:
+        return self - (Counters() - other)
 
 
 @dataclass
@@ -124,7 +163,9 @@ class Running:
 
     def counters(self, speculates: bool = True) -> Counters:
         text = self._answered(http.page, "/metrics")
-        return parse(text, self.kind.prefix, self.kind.tokens, speculates, f"server {self}")
+        return parse_counters(
+            text, self.kind.prefix, self.kind.tokens, speculates, f"server {self}"
+        )
 
     def _json(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         return self._answered(http.fetch, path, body)
@@ -143,3 +184,39 @@ class Running:
             raise UserError(
                 f"server {self.url}: {path} gives no answer ({error}); start it, or check the URL"
             ) from None
+
+
+def parse_counters(page: str, prefix: str, tokens: str, speculates: bool, where: str) -> Counters:
+    """The counters on a Prometheus page, summed over engines.
+
+    prefix: "vllm:" or "llamacpp:"; tokens: the name of its count of generated tokens. speculates
+    False: the others may be missing. Raises UserError naming the first counter that is missing, or
+    accepted tokens that do not add up to their sum.
+    """
+    totals: dict[str, int] = {}
+    positions: dict[int, int] = {}
+    for line in page.splitlines():
+        found = _LINE.fullmatch(line.strip())
+        if line.startswith("#") or found is None or not found[1].startswith(prefix):
+            continue
+        name, labels, value = found[1].removeprefix(prefix), found[2] or "", float(found[3])
+        if name == PER_POSITION:
+            at = _POSITION.search(labels)
+            if at is not None:
+                positions[int(at[1])] = positions.get(int(at[1]), 0) + round(value)
+        elif name in (DRAFTS, DRAFTED, ACCEPTED, tokens):
+            totals[name] = totals.get(name, 0) + round(value)
+    for name in [tokens, *((DRAFTS, DRAFTED, ACCEPTED) if speculates else ())]:
+        if name not in totals:
+            raise UserError(
+                f"{where}: its metrics have no {prefix}{name}: it does not speculate, keeps no "
+                "metrics, or is a version that names them otherwise"
+            )
+    accepted = tuple(positions.get(j, 0) for j in range(max(positions, default=-1) + 1))
+    total = totals.get(ACCEPTED, 0)
+    if sum(accepted) != total:
+        raise UserError(
+            f"{where}: its metrics count {total} accepted tokens, but {sum(accepted)} position by "
+            "position; this version is not understood"
+        )
+    return Counters(totals.get(DRAFTS, 0), totals.get(DRAFTED, 0), accepted, totals[tokens])

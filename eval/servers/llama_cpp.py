@@ -1,4 +1,4 @@
-"""llama.cpp: how llama-server is started, asked and counted (run here: b11434).
+"""llama.cpp: how llama-server is found, started, asked and counted (run here: b11434).
 
 It drafts no more than min(k, tokens left - 1), and with one token left takes a plain step, so that
 no round is cut (server-context.cpp, get_n_draft_max). As we start it drafts are greedy at any
@@ -8,17 +8,64 @@ bans the end tokens from the target's law. Counters per position came after buil
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import uuid
 from pathlib import Path
 
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.export import llama_cpp
 from draftsmith.drafters.export.server import Draft
 from draftsmith.drafters.target.source import Source
-from draftsmith.eval.servers import tools
+from draftsmith.eval.servers import process
 from draftsmith.eval.servers.client import Kind
 
 FP32 = ["-fa", "off", "-ctk", "f32", "-ctv", "f32"]  # the caches are f16 by default
 DRAFT_FP32 = ["-ctkd", "f32", "-ctvd", "f32"]
+
+
+def find_program() -> Path:
+    """The llama-server program. Raises UserError where it is not set up."""
+    return process.installed("llama.cpp", "llama.cpp/build/bin/llama-server")
+
+
+def target_gguf(source: Source) -> Path:
+    """The target's fp32 GGUF, made once by llama.cpp's own converter and kept in the cache.
+
+    Raises UserError where llama.cpp is not set up or does not know the target's family, and for a
+    target of unknown revision: by that a GGUF is known again.
+    """
+    if source.revision == "unknown":
+        raise UserError(
+            f"target {source.spec}: its revision is unknown, so no GGUF of it can be kept; "
+            "download it and name its folder"
+        )
+    cache = Path(os.path.expanduser(os.environ.get("DRAFTSMITH_CACHE") or "~/.cache/draftsmith"))
+    made = cache / f"{Path(source.path).name}-{source.revision[:16]}-f32.gguf"
+    if made.is_file():
+        return made
+    find_program()
+    converter = process.servers_folder() / "llama.cpp/source/llama.cpp/convert_hf_to_gguf.py"
+    path = source.path
+    if not os.path.isdir(path):
+        from huggingface_hub import snapshot_download
+
+        path = snapshot_download(path, revision=source.revision)
+    cache.mkdir(parents=True, exist_ok=True)
+    scratch = made.with_suffix(f".{uuid.uuid4().hex}.tmp")
+    words = [sys.executable, str(converter), path, "--outtype", "f32", "--outfile", str(scratch)]
+    # sentencepiece, which the converter imports for any model, lies beside the server.
+    extra = {"PYTHONPATH": str(process.servers_folder() / "llama.cpp/python")}
+    try:
+        done = subprocess.run(words, env=os.environ | extra, capture_output=True, text=True)
+        if done.returncode:
+            said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+            raise UserError(f"target {source.spec}: llama.cpp cannot convert it ({said[:300]})")
+        scratch.rename(made)
+    finally:
+        scratch.unlink(missing_ok=True)
+    return made
 
 
 def command(
@@ -26,7 +73,7 @@ def command(
 ) -> list[str]:
     """The command that serves a target in fp32, one slot, one thread.
 
-    Raises UserError where the export holds no GGUF; see also `tools.target_gguf`.
+    Raises UserError where the export holds no GGUF; see also `target_gguf`.
     """
     flags = ["--host", "127.0.0.1", "--port", str(port), "-np", "1", "-t", "1", "-tb", "1"]
     flags += ["--metrics", "--no-webui", *FP32]
@@ -36,12 +83,12 @@ def command(
             raise UserError(
                 f"{draft.folder}: holds no {llama_cpp.FILE}; export --to {llama_cpp.NAME} makes one"
             )
-    return llama_cpp.words(str(tools.target_gguf(target)), draft, length, str(program), flags)
+    return llama_cpp.words(str(target_gguf(target)), draft, length, str(program), flags)
 
 
 LLAMA_CPP = Kind(
     server=llama_cpp.SERVER,
-    program=tools.llama_server,
+    program=find_program,
     command=command,
     environment=lambda program: {"LD_LIBRARY_PATH": str(program.parent)},
     about="/props",

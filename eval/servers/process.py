@@ -50,6 +50,24 @@ class Child:
             )
 
 
+def servers_folder() -> Path:
+    """Where the servers are: $DRAFTSMITH_SERVERS, as tests/support/servers.sh has it."""
+    place = os.environ.get("DRAFTSMITH_SERVERS") or "~/.cache/draftsmith/servers"
+    return Path(os.path.expanduser(place))
+
+
+def installed(server: str, inside: str) -> Path:
+    """The path of a server's program, as `make servers` sets it up. Raises UserError where it is
+    not."""
+    path = servers_folder() / inside
+    if not (servers_folder() / server / ".installed").is_file() or not path.exists():
+        raise UserError(
+            f"server {server}: not set up in {servers_folder()}; run `make servers`, or name a "
+            "running server's URL"
+        )
+    return path
+
+
 def free_port() -> int:
     """A port of 127.0.0.1 that nobody listens on."""
     with socket.socket() as probe:

@@ -27,8 +27,7 @@ from draftsmith.eval.acceptance.parity import Z_BOUND
 from draftsmith.eval.acceptance.replay import Table, summarise, survivals
 from draftsmith.eval.acceptance.tails import count_wave, z_score
 from draftsmith.eval.servers import agreement
-from draftsmith.eval.servers.client import Answer
-from draftsmith.eval.servers.counters import Counters
+from draftsmith.eval.servers.client import Answer, Counters
 
 SELDOM = 1e-3  # drawn drafts that all walk as greedy ones do, by a smaller chance, are greedy ones
 

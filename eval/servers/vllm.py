@@ -1,4 +1,4 @@
-"""vLLM: how it is started, asked and counted (V1 engine; run here in the CPU build 0.32.0).
+"""vLLM: how it is found, started, asked and counted (V1 engine; run here in the CPU build 0.32.0).
 
 It drafts k tokens in every round, those past the answer's limit too, and throws away what exceeds
 it: a request's last round may be cut. Drafts are greedy at any temperature, judged as point masses,
@@ -13,7 +13,7 @@ from pathlib import Path
 from draftsmith.drafters.export import vllm
 from draftsmith.drafters.export.server import Draft
 from draftsmith.drafters.target.source import Source
-from draftsmith.eval.servers import tools
+from draftsmith.eval.servers import process
 from draftsmith.eval.servers.client import Kind
 
 # What a comparison with replay needs of a server: fp32, one request at a time, no compiled graphs,
@@ -33,6 +33,21 @@ ENVIRONMENT = {
 }
 
 
+def find_program() -> Path:
+    """The Python that has vLLM. Raises UserError where it is not set up."""
+    return process.installed("vllm", "vllm/bin/python")
+
+
+def patched() -> bool:
+    """Whether the vLLM here has the fix that tests/support/servers.sh appends: a second definition of the
+    kernel that gives each draft its request's temperature."""
+    kernels = "vllm/lib/python3*/site-packages/vllm/utils/cpu_triton_utils.py"
+    return any(
+        file.read_text().count("def _expand_kernel_impl(") > 1
+        for file in process.servers_folder().glob(kernels)
+    )
+
+
 def command(
     program: Path, target: Source, draft: Draft | None, length: int, port: int
 ) -> list[str]:
@@ -43,7 +58,7 @@ def command(
 
 VLLM = Kind(
     server=vllm.SERVER,
-    program=tools.vllm_python,
+    program=find_program,
     command=command,
     environment=lambda program: ENVIRONMENT,
     about="/version",
@@ -59,5 +74,5 @@ VLLM = Kind(
     ids=lambda reply: reply["choices"][0]["token_ids"],
     shortens=False,
     exact=" ".join([*EXACT, "--generation-config", "vllm"]),
-    patched=tools.vllm_patched,
+    patched=patched,
 )  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor
 from draftsmith.drafters.base import Drafter, Policy, Proposal
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.eval.decoder.loop import Decoder
-from draftsmith.eval.servers.counters import Counters
+from draftsmith.eval.servers.client import Counters
 
 
 class Fake:

@@ -20,7 +20,7 @@ from draftsmith.drafters.export import Draft, Serving
 from draftsmith.drafters.export.server import Row
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.source import Source
-from draftsmith.eval.servers import serving, tools
+from draftsmith.eval.servers import llama_cpp, process, serving
 from draftsmith.eval.servers.serving import KINDS
 from draftsmith.recipes import cli
 from exports import drafter
@@ -37,7 +37,7 @@ def started(server: str, draft: Draft | None) -> list[str]:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(tools, "target_gguf", lambda target: Path("/models/name.gguf"))
+    monkeypatch.setattr(llama_cpp, "target_gguf", lambda target: Path("/models/name.gguf"))
     (tmp_path / "draft.gguf").touch()
     return tmp_path
 
@@ -123,7 +123,7 @@ def test_a_family_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert seen == [how] and (tmp_path / "hydra").read_text() == "hydra"
     assert '"method": "hydra-heads"' in vllm.command(made, tmp_path, how)
     assert '"method": "hydra-heads"' in started("vllm", Draft(tmp_path, "hydra", 3))[-1]
-    monkeypatch.setattr(tools, "_found", lambda *_: Path("/bin/it"))
+    monkeypatch.setattr(process, "installed", lambda *_: Path("/bin/it"))
     serving.check("vllm", "hydra", 3)
     with pytest.raises(UserError, match="export it --to vllm"):
         export.check("sglang", made, how)

@@ -25,8 +25,7 @@ from draftsmith.eval.acceptance.parity import TIE
 from draftsmith.eval.acceptance.replay import Table
 from draftsmith.eval.servers import agreement, sampled
 from draftsmith.eval.servers.agreement import compare, replayed, walk
-from draftsmith.eval.servers.client import Answer
-from draftsmith.eval.servers.counters import Counters, parse
+from draftsmith.eval.servers.client import Answer, Counters, parse_counters
 from fake_server import argmax_drafts, served
 
 VLLM = """
@@ -55,22 +54,24 @@ K = 3
 
 
 def test_counters_are_read_from_both_pages() -> None:
-    found = parse(VLLM, "vllm:", "generation_tokens_total", True, "here")
+    found = parse_counters(VLLM, "vllm:", "generation_tokens_total", True, "here")
     assert found == Counters(40, 120, (20, 11, 7), 78)
-    found = parse(LLAMA, "llamacpp:", "tokens_predicted_total", True, "here")
+    found = parse_counters(LLAMA, "llamacpp:", "tokens_predicted_total", True, "here")
     assert found == Counters(22, 60, (9, 3), 48)
 
 
 def test_counters_that_are_missing_or_do_not_add_up_are_named() -> None:
     other = VLLM.replace("num_drafts_total", "drafts_total")
     with pytest.raises(UserError, match="here: its metrics have no vllm:spec_decode_num_drafts"):
-        parse(other, "vllm:", "generation_tokens_total", True, "here")
-    assert parse(other, "vllm:", "generation_tokens_total", False, "here").tokens == 78
+        parse_counters(other, "vllm:", "generation_tokens_total", True, "here")
+    assert parse_counters(other, "vllm:", "generation_tokens_total", False, "here").tokens == 78
     with pytest.raises(UserError, match="count 38 accepted tokens, but 18"):
-        parse(VLLM.replace("} 20.0", "} 0.0"), "vllm:", "generation_tokens_total", True, "here")
+        parse_counters(
+            VLLM.replace("} 20.0", "} 0.0"), "vllm:", "generation_tokens_total", True, "here"
+        )
     lost = VLLM.replace("num_accepted_tokens_total", "accepted_total")
     with pytest.raises(UserError, match="count 0 accepted tokens, but 38"):
-        parse(lost, "vllm:", "generation_tokens_total", False, "here")
+        parse_counters(lost, "vllm:", "generation_tokens_total", False, "here")
 
 
 def test_differences_keep_their_positions() -> None:

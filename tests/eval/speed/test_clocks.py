@@ -23,8 +23,7 @@ from draftsmith.eval.decoder.round import Rounds
 from draftsmith.eval.evaluate import Evaluation
 from draftsmith.eval.report import plots
 from draftsmith.eval.servers.check import collect, steadiness
-from draftsmith.eval.servers.client import Answer
-from draftsmith.eval.servers.counters import Counters
+from draftsmith.eval.servers.client import Answer, Counters
 from draftsmith.eval.speed import bench, bench_table, clocks, model
 from draftsmith.eval.speed.bench import Asked, Cell, Store
 from draftsmith.eval.speed.clocks import Steadiness, spread, spread_of_rounds, worst

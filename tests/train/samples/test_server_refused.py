@@ -24,7 +24,7 @@ from answering import COUNT, Failure, Fake, rows, sampled, serving
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval.servers import tools
+from draftsmith.eval.servers import llama_cpp
 from draftsmith.train.data import endpoint
 from draftsmith.train.data.endpoint import Endpoint
 from draftsmith.train.data.prompts import Prompt, asked
@@ -277,7 +277,7 @@ def test_planted_text_that_is_trusted(
 def llama_server() -> Path:
     """The llama-server that `make servers` sets up; skips where there is none."""
     try:
-        return tools.llama_server()
+        return llama_cpp.find_program()
     except UserError as error:
         pytest.skip(str(error))
 

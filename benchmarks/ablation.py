@@ -108,7 +108,7 @@ def answers(split: str, temperature: float, folder: Path) -> list[Batch]:
 def score(drafter: base.Drafter, batches: Sequence[Batch]) -> dict[str, Any]:
     """Replay at every k up to K, and tokens and expected passes of each prompt at K."""
     found = replay(drafter, batches, K)
-    tables = [t for t in found[K].tables if t.tokens > 0]
+    tables = [t for t in found[K].texts if t.tokens > 0]
     return {
         "tau": found[K].tau,
         "tau_ci": list(found[K].tau_ci),

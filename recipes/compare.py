@@ -25,7 +25,7 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance.intervals import expected_tau
 from draftsmith.eval.acceptance.recall import diagnose
-from draftsmith.eval.acceptance.replay import replay, reported
+from draftsmith.eval.acceptance.replay import replay, replay_report
 from draftsmith.eval.evaluate import count_parameters, evaluate, read_texts
 from draftsmith.eval.report.provenance import provenance
 from draftsmith.eval.report.report import drafting_of, label
@@ -185,7 +185,7 @@ def _at(
     read: list[Batch] = read_texts(target, drafter, held.texts, held.sampler)
     answers = [text.tokens for text in held.texts]
     by_k = replay(drafter, read, k, settings.seed)
-    accepted = reported(by_k, held.domains, answers)
+    accepted = replay_report(by_k, held.domains, answers)
     prompts = [text.prompt for text in held.texts[: settings.decode_limit]]
     middle = sorted(prompts, key=len)[len(prompts) // 2]
     costs = model.measure(target, drafter, range(1, k + 1), middle, held.sampler)

@@ -25,7 +25,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval.acceptance.replay import replay, reported
+from draftsmith.eval.acceptance.replay import replay, replay_report
 from draftsmith.eval.evaluate import count_parameters, evaluate, read_texts
 from draftsmith.eval.report import report as pages
 from draftsmith.eval.report.provenance import provenance
@@ -160,7 +160,7 @@ def _replays(
     k: int,
     seed: int,
 ) -> dict[int, dict[str, Any]]:
-    """replay.reported by label, of every step; the target reads the texts once for all."""
+    """replay.replay_report by label, of every step; the target reads the texts once for all."""
     read: dict[str, list[Batch]] = {}
 
     def make(place: Path) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def _replays(
                 read[name] = read_texts(target, drafter, held.texts, held.sampler)
             answers = [text.tokens for text in held.texts]
             by_k = replay(drafter, read[name], k, seed)
-            found[name] = reported(by_k, held.domains, answers, seed)
+            found[name] = replay_report(by_k, held.domains, answers, seed)
         return found
 
     out = {}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.drafters.errors import cannot_write
-from draftsmith.eval.acceptance.replay import Replay
+from draftsmith.eval.acceptance.replay import ReplayResult
 from draftsmith.eval.report.provenance import provenance
 from draftsmith.train import disk, trackers, watch
 from draftsmith.train.learner import Learner
@@ -82,7 +82,7 @@ class Journal:
             figures = f"loss {loss:.4f}  alpha_0 {alpha[0]:.3f}  tau {self.tau:.3f}"
             self.line.show(learner.step, f"{figures}  {speed:,.0f} tokens/s")
 
-    def replay(self, drawn: dict[int, Replay], argmax: dict[int, Replay]) -> None:
+    def replay(self, drawn: dict[int, ReplayResult], argmax: dict[int, ReplayResult]) -> None:
         """A replay by draft length: as drafts are drawn, and where q's argmax is drafted."""
         k = self.recipe.k
         result = drawn[k]

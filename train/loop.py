@@ -13,7 +13,7 @@ from types import FrameType
 
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.eval.acceptance.replay import replays
+from draftsmith.eval.acceptance.replay import replay_samplers
 from draftsmith.train import checkpoint
 from draftsmith.train.journal import Journal
 from draftsmith.train.learner import Learner
@@ -129,7 +129,7 @@ class Run:
         samplers = [None] if recipe.sampler.greedy else [None, Sampler(0.0)]
         with self.accelerator.autocast():
             heldout = learner.read_heldout(learner.replay_states)
-            found = replays(learner.drafter, heldout, recipe.k, samplers, recipe.seed)
+            found = replay_samplers(learner.drafter, heldout, recipe.k, samplers, recipe.seed)
         self.journal.replay(found[0], found[-1])
         self._mark_best()
         if also := learner.extra_figures():

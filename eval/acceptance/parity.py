@@ -20,7 +20,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from draftsmith.eval.acceptance.replay import Replay, Table, survivals
+from draftsmith.eval.acceptance.replay import ReplayResult, TextRatios, survivals
 from draftsmith.eval.acceptance.tails import FIXED, STEP, coin_wave, count_wave, z_score
 from draftsmith.eval.acceptance.walk import Walk
 from draftsmith.eval.decoder.text import Text
@@ -89,9 +89,9 @@ def counts(texts: Sequence[Text], k: int) -> list[int]:
     return [len(rounds), *(sum(r.accepted > j for r in rounds) for j in range(k))]
 
 
-def compare(texts: Sequence[Text], replay: Replay, deterministic: bool) -> Parity:
+def compare(texts: Sequence[Text], replay: ReplayResult, deterministic: bool) -> Parity:
     """Compares decoded chains with replay of the same texts, in the same order."""
-    tables, k = replay.tables, replay.k
+    tables, k = replay.texts, replay.k
     counted = counts(texts, k)
     expected, variance = replay.expected()
     if deterministic:
@@ -140,7 +140,7 @@ def compare_trees(texts: Sequence[Text], walks: Sequence[Walk], k: int) -> Parit
 
 
 def local_z(
-    texts: Sequence[Text], tables: Sequence[Table], k: int, block: bool = False
+    texts: Sequence[Text], tables: Sequence[TextRatios], k: int, block: bool = False
 ) -> float | None:
     """z of the sum of (r - c) (accepted - r) over every depth tried, r its chance in the table.
 
@@ -160,7 +160,7 @@ def local_z(
 
 
 def _tries(
-    texts: Sequence[Text], tables: Sequence[Table], k: int, block: bool
+    texts: Sequence[Text], tables: Sequence[TextRatios], k: int, block: bool
 ) -> Iterator[tuple[float, bool]]:
     """Of every depth that the decoder tried: its chance in the table, and whether it was taken."""
     for text, table in zip(texts, tables, strict=True):
@@ -171,7 +171,7 @@ def _tries(
                 yield float(S[i, j + 1] / S[i, j]) if S[i, j] > 0 else 0.0, accepted > j
 
 
-def _first_split(prompt: int, text: Text, table: Table, k: int) -> Split | None:
+def _first_split(prompt: int, text: Text, table: TextRatios, k: int) -> Split | None:
     """The first round in which a deterministic decoder left replay's walk, or None."""
     first = len(text.prompt) - 1  # the anchor whose root is the text's token 0
     walked = [(r.anchor - first, r.accepted) for r in text.rounds]
@@ -179,7 +179,7 @@ def _first_split(prompt: int, text: Text, table: Table, k: int) -> Split | None:
     for anchor, accepted in walked:
         limit = min(k, int(table.limit[i])) if i < len(table.limit) else 0
         m = 0
-        while m < limit and table.ratio[i, m] == 1.0:
+        while m < limit and table.chance[i, m] == 1.0:
             m += 1
         if anchor != i or accepted != m:
             depth = min(m, accepted)

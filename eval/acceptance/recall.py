@@ -1,17 +1,19 @@
-"""Is it the candidates or the choice? Where the target's token stands among a drafter's own.
+"""Recall: how often the target's token is among the tokens that a drafter finds likeliest.
 
 A low tau has two cures. If the target's token is rarely among a drafter's best few, the drafter
 lacks knowledge: more data, more parameters. If it is there but not first (or not with the right
-weight), a tree over the same candidates, or a longer training of the choice, already pays.
+weight), a tree over the same few tokens, or longer training, already pays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from draftsmith.drafters.base import Drafter, Guesses, Unroll
@@ -20,10 +22,11 @@ from draftsmith.eval.acceptance.replay import (
     ROWS,
     Array,
     Stretch,
-    Table,
-    ratios,
-    split,
-    starts,
+    TextRatios,
+    anchor_ratios,
+    by_text,
+    ratios_by_text,
+    rounds_started,
     summarise,
     survivals,
 )
@@ -33,13 +36,28 @@ WIDTHS = (1, 4, 16)
 NEVER = 1 << 30  # the rank of a token that the drafter cannot propose
 
 
-@torch.no_grad()
-def ranks(drafter: Drafter, batch: Batch, depths: int) -> list[Table]:
-    """Tables of every text whose `weight` (L, K) is the rank of the text's token in q, from 0.
+class TextRanks(NamedTuple):
+    """One text: rank (L, K) of its own token in q, from 0, at depth j of each anchor; limit (L,):
+    depths that exist and were proposed.
 
     Ties go to the lowest id, as in argmax. A guess (no q) is rank 0, all else is NEVER.
     """
-    return split(batch, [_ranks(drafter, batch, *at) for at in unrolls(drafter, batch, depths)], 0)
+
+    rank: NDArray[np.int64]
+    limit: NDArray[np.int64]
+    prompt: int
+
+
+@torch.no_grad()
+def ranks(drafter: Drafter, batch: Batch, depths: int) -> list[TextRanks]:
+    """Ranks of every text in a batch that the target has read."""
+    parts = [_ranks(drafter, batch, *part) for part in unrolls(drafter, batch, depths)]
+    return _by_text(batch, parts, 0)
+
+
+def _by_text(batch: Batch, parts: Sequence[Stretch], first_prompt: int) -> list[TextRanks]:
+    found = by_text(batch, parts, first_prompt)
+    return [TextRanks(rank, limit, prompt) for prompt, (rank, limit) in found]
 
 
 def _ranks(
@@ -58,8 +76,7 @@ def _ranks(
             found.append(_rank(logits, drafter.vocab.to_draft(chunk.token))[chunk.cell])
         if found:
             rank[exists] = torch.cat(found)
-    weight = rank.double()
-    return alignment.anchors, weight, exists.long().cumprod(2).sum(2), weight
+    return alignment.anchors, rank, exists.long().cumprod(2).sum(2)
 
 
 def _rank(logits: Tensor, token: Tensor) -> Tensor:
@@ -72,46 +89,44 @@ def _rank(logits: Tensor, token: Tensor) -> Tensor:
 
 @torch.no_grad()
 def diagnose(drafter: Drafter, batches: Iterable[Batch], k: int, seed: int = 0) -> dict[str, Any]:
-    """Recall of the target's token among the best 1, 4, 16 candidates, and oracle tau, at k.
+    """Recall of the target's token among a drafter's best 1, 4, 16, and oracle tau, at k.
 
     recall {width: [per depth]}: of the depths that a chain of k reaches, weighted by how often it
-    does (None where it never does). oracle_tau {width}: tau if every depth whose candidates hold
+    does (None where it never does). oracle_tau {width}: tau if every depth whose best `width` hold
     the target's token were accepted, and the draft went on from there.
     """
-    served: list[Table] = []
-    ranked: list[Table] = []
+    served: list[TextRatios] = []
+    ranked: list[TextRanks] = []
     for batch in batches:
         first = served[-1].prompt + 1 if served else 0
-        along = unrolls(drafter, batch, k)
-        both = [(ratios(drafter, batch, *at), _ranks(drafter, batch, *at)) for at in along]
-        served += split(batch, [one for one, _ in both], first)
-        ranked += split(batch, [other for _, other in both], first)
+        parts = unrolls(drafter, batch, k)
+        both = [(anchor_ratios(drafter, batch, *p), _ranks(drafter, batch, *p)) for p in parts]
+        served += ratios_by_text(batch, [one for one, _ in both], first)
+        ranked += _by_text(batch, [other for _, other in both], first)
     reached, hits = np.zeros(k), {width: np.zeros(k) for width in WIDTHS}
-    for table, rank in zip(served, ranked, strict=True):
-        weight = _reached(table, k)  # (L, k)
+    for text, ranks in zip(served, ranked, strict=True):
+        weight = _reached(text, k)  # (L, k)
         reached += weight.sum(0)
         for width in WIDTHS:
-            hits[width] += (weight * (rank.weight < width)).sum(0)
-    oracle = {
-        width: summarise([_hits(rank, width) for rank in ranked], k, seed=seed).tau
-        for width in WIDTHS
-    }
+            hits[width] += (weight * (ranks.rank < width)).sum(0)
+
+    def oracle(width: int) -> float:
+        """tau of a drafter that always picks right among its `width` best."""
+        pairs = zip(served, ranked, strict=True)
+        texts = [replace(text, ratio=(found.rank < width).astype(float)) for text, found in pairs]
+        return summarise(texts, k, seed=seed).tau
+
     return {
         "recall": {
-            str(width): [float(h / r) if r else None for h, r in zip(of, reached, strict=True)]
-            for width, of in hits.items()
+            str(width): [float(h / r) if r else None for h, r in zip(hit, reached, strict=True)]
+            for width, hit in hits.items()
         },
-        "oracle_tau": {str(width): tau for width, tau in oracle.items()},
+        "oracle_tau": {str(width): oracle(width) for width in WIDTHS},
     }
 
 
-def _hits(rank: Table, width: int) -> Table:
-    """The table of a drafter that always picks right among its `width` best."""
-    return Table((rank.weight < width).astype(float), rank.limit, rank.gap, rank.prompt)
-
-
-def _reached(table: Table, k: int) -> Array:
+def _reached(text: TextRatios, k: int) -> Array:
     """(L, k): expected rounds that start at each anchor and get to each depth."""
-    S = survivals(table, k)
-    rounds = starts(S[:, :-1] - S[:, 1:])
-    return rounds[:, None] * S[:, :k] * (np.arange(k) < table.limit[:, None])
+    S = survivals(text, k)
+    rounds = rounds_started(S[:, :-1] - S[:, 1:])
+    return rounds[:, None] * S[:, :k] * (np.arange(k) < text.limit[:, None])

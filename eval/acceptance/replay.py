@@ -8,7 +8,7 @@ backward recursion over anchors. All of it is float64 on the host; the model run
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -34,30 +34,29 @@ from draftsmith.eval.acceptance.intervals import (
 )
 from draftsmith.eval.overlap.row_stats import chunk_stats, chunks, unrolls
 
-# Anchors (B, A), padded with -1, and what a Table holds of each: weight, limit (B, A) and gap.
-Stretch = tuple[Tensor, Tensor, Tensor, Tensor]
+Stretch = tuple[Tensor, ...]  # anchors (B, A), padded with -1, and figures (B, A, ..) of each
 ROWS = 512  # rows of (anchor, depth) whose logits are alive at a time
 
 
 @dataclass
-class Table:
-    """One text (a target-made span of L tokens) as the drafter sees it.
+class TextRatios:
+    """One text (a target-made span of L tokens): how likely the drafter proposes its tokens.
 
-    weight (L, K): q(x) / p(x) of the text's own token at depth j of anchor i, whose root is the
+    ratio (L, K): q(x) / p(x) of the text's own token at depth j of anchor i, whose root is the
     text's token i; 1 or 0 where drafts are deterministic. limit (L,): depths that exist and were
     proposed. gap (L, K): distance of q's two largest logits (inf where there is no q). prompt:
-    which sample it is of.
+    the number of the sample that the text is in.
     """
 
-    weight: Array
+    ratio: Array
     limit: NDArray[np.int64]
     gap: Array
     prompt: int
 
     @property
-    def ratio(self) -> Array:
+    def chance(self) -> Array:
         """(L, K): chance that depth j is accepted given the depths before it, token by token."""
-        return np.minimum(self.weight, 1.0)
+        return np.minimum(self.ratio, 1.0)
 
     @property
     def tokens(self) -> int:
@@ -66,47 +65,57 @@ class Table:
 
 
 @torch.no_grad()
-def tables(drafter: Drafter, batch: Batch, depths: int, first_prompt: int = 0) -> list[Table]:
-    """Tables of every text in a batch that the target has read, at the batch's own sampler.
+def text_ratios(
+    drafter: Drafter, batch: Batch, depths: int, first_prompt: int = 0
+) -> list[TextRatios]:
+    """Ratios of every text in a batch that the target has read, at the batch's own sampler.
 
     first_prompt numbers the batch's first (row, segment); further ones count up.
     """
-    parts = [ratios(drafter, batch, *part) for part in unrolls(drafter, batch, depths)]
-    return split(batch, parts, first_prompt)
+    parts = [anchor_ratios(drafter, batch, *part) for part in unrolls(drafter, batch, depths)]
+    return ratios_by_text(batch, parts, first_prompt)
 
 
-def ratios(
+def ratios_by_text(batch: Batch, parts: Sequence[Stretch], first_prompt: int) -> list[TextRatios]:
+    """Ratios of every text, of `anchor_ratios` in consecutive parts."""
+    found = by_text(batch, parts, first_prompt)
+    return [TextRatios(ratio, limit, gap, prompt) for prompt, (ratio, limit, gap) in found]
+
+
+def anchor_ratios(
     drafter: Drafter, batch: Batch, alignment: Alignment, unroll: Unroll | Guesses
 ) -> Stretch:
-    """q(x) / p(x) along an unroll."""
+    """Anchors of an unroll, and their ratio, limit and gap."""
     if isinstance(unroll, Guesses):
         exists = alignment.exists & (unroll.tokens >= 0)
-        weight = ((unroll.tokens == alignment.label) & exists).double()
-        gap = torch.full_like(weight, float("inf"))
+        ratio = ((unroll.tokens == alignment.label) & exists).double()
+        gap = torch.full_like(ratio, float("inf"))
     else:
         exists = unroll.index >= 0
-        weight = torch.zeros(exists.shape, dtype=torch.float64, device=batch.device)
-        gap = torch.full_like(weight, float("inf"))
-        filled_weight, filled_gap = [], []
+        ratio = torch.zeros(exists.shape, dtype=torch.float64, device=batch.device)
+        gap = torch.full_like(ratio, float("inf"))
+        ratios, gaps = [], []
         for chunk in chunks(batch, alignment, unroll, ROWS):
             stats = chunk_stats(drafter, batch, unroll, chunk)
             # Bounded, so that a token that p lacks (foreign text) leaves finite products.
-            ratio = (stats.logq.double() - stats.logp.double()).clamp(max=50.0).exp()
+            found = (stats.logq.double() - stats.logp.double()).clamp(max=50.0).exp()
             if batch.sampler.greedy:
-                ratio = stats.logq.double().exp()
-            ratio = ratio.nan_to_num(0.0)  # neither p nor q holds the token: foreign text
-            filled_weight.append(ratio[chunk.cell])
-            filled_gap.append(stats.gap.double()[chunk.cell])
-        if filled_weight:
-            weight[exists] = torch.cat(filled_weight)
-            gap[exists] = torch.cat(filled_gap)
-    return alignment.anchors, weight, exists.long().cumprod(2).sum(2), gap
+                found = stats.logq.double().exp()
+            found = found.nan_to_num(0.0)  # neither p nor q holds the token: foreign text
+            ratios.append(found[chunk.cell])
+            gaps.append(stats.gap.double()[chunk.cell])
+        if ratios:
+            ratio[exists] = torch.cat(ratios)
+            gap[exists] = torch.cat(gaps)
+    return alignment.anchors, ratio, exists.long().cumprod(2).sum(2), gap
 
 
-def split(batch: Batch, parts: Sequence[Stretch], first_prompt: int) -> list[Table]:
-    """All anchors of a batch, in parts that follow each other, as one Table a text."""
-    anchors, *held = (torch.cat(same, 1) for same in zip(*parts, strict=True))
-    out = []
+def by_text(
+    batch: Batch, parts: Sequence[Stretch], first_prompt: int
+) -> Iterator[tuple[int, list[NDArray[Any]]]]:
+    """Each text's prompt number and figures (L, ..), of all anchors of a batch in consecutive
+    parts."""
+    anchors, *figures = (torch.cat(same, 1) for same in zip(*parts, strict=True))
     prompt = first_prompt - 1
     seen: tuple[int, int] | None = None
     for b in range(anchors.shape[0]):
@@ -120,34 +129,31 @@ def split(batch: Batch, parts: Sequence[Stretch], first_prompt: int) -> list[Tab
                 seen, prompt = (b, segments[a]), prompt + 1
             # Roots are target-made and lie in their anchor's segment: a run of anchors is one text.
             if i + 1 == len(row) or row[i + 1] != a + 1:
-                cut = slice(start, i + 1)
-                weight, limit, gap = (t[b, cut].cpu().numpy() for t in held)
-                out.append(Table(weight, limit, gap, prompt))
+                yield prompt, [t[b, start : i + 1].cpu().numpy() for t in figures]
                 start = i + 1
-    return out
 
 
-def survivals(table: Table, k: int, block: bool = False) -> Array:
+def survivals(text: TextRatios, k: int, block: bool = False) -> Array:
     """S (L, k + 2): chance that at least j drafts are accepted; 0 past the last depth.
 
-    Token rule: S_{j+1} = S_j min(1, w_j). Block rule: S_{j+1} = min(S_j, w_0 .. w_j).
+    Token rule: S_{j+1} = S_j min(1, r_j). Block rule: S_{j+1} = min(S_j, r_0 .. r_j).
     """
-    L = len(table.limit)
+    L = len(text.limit)
     S = np.zeros((L, k + 2))
     S[:, 0] = 1.0
     if block:
-        products = np.minimum(np.cumprod(table.weight[:, :k], axis=1), 1.0)
+        products = np.minimum(np.cumprod(text.ratio[:, :k], axis=1), 1.0)
         S[:, 1 : k + 1] = np.minimum.accumulate(products, axis=1)
     else:
-        S[:, 1 : k + 1] = np.cumprod(table.ratio[:, :k], axis=1)
-    S[:, 1 : k + 1] *= np.arange(k) < table.limit[:, None]
+        S[:, 1 : k + 1] = np.cumprod(text.chance[:, :k], axis=1)
+    S[:, 1 : k + 1] *= np.arange(k) < text.limit[:, None]
     return S
 
 
-def moments(table: Table, k: int, block: bool = False) -> Moments:
+def moments(text: TextRatios, k: int, block: bool = False) -> Moments:
     """Backward recursion for the moments of n, forward recursion for alpha."""
-    L = len(table.limit)
-    S = survivals(table, k, block)
+    L = len(text.limit)
+    S = survivals(text, k, block)
     P = S[:, :-1] - S[:, 1:]  # (L, k + 1): chance that m drafts are accepted
     f = per_round(k)
     v = np.zeros((L + k + 1, k + 1))
@@ -156,7 +162,7 @@ def moments(table: Table, k: int, block: bool = False) -> Moments:
         after, after2 = v[i + 1 : i + k + 2], v2[i + 1 : i + k + 2]
         v[i] = P[i] @ (f + after)
         v2[i] = P[i] @ (f * f + 2 * f * after + after2)
-    rounds = starts(P)[:, None] * (np.arange(k) < table.limit[:, None])  # (L, k)
+    rounds = rounds_started(P)[:, None] * (np.arange(k) < text.limit[:, None])  # (L, k)
     reached, survived = (rounds * S[:, :k]).sum(0), (rounds * S[:, 1 : k + 1]).sum(0)
     return Moments(v[0], np.maximum(v2[0] - v[0] ** 2, 0.0), reached, survived)
 
@@ -168,7 +174,7 @@ def per_round(k: int) -> Array:
     return f
 
 
-def starts(P: Array) -> Array:
+def rounds_started(P: Array) -> Array:
     """Expected rounds (L,) that start at each anchor. P (L, k + 1): chance that m are accepted."""
     L, width = P.shape
     weight = np.zeros(L + width)
@@ -180,16 +186,16 @@ def starts(P: Array) -> Array:
 
 
 @dataclass
-class Replay:
+class ReplayResult:
     """Expected acceptance at draft length k, over texts in their order.
 
-    parts: the moments of every table, taken once for all that reads them. block: under block
+    parts: the moments of every text, taken once for all that reads them. block: under block
     verification. biased: some text was not the target's own, so that expectations are not the
     decoder's. tau and its interval are NaN where no text took a verify pass.
     """
 
     k: int
-    tables: list[Table]
+    texts: list[TextRatios]
     parts: list[Part]
     block: bool = False
     biased: bool = False
@@ -232,19 +238,19 @@ class Replay:
 
 
 def summarise(
-    tables: Sequence[Table],
+    texts: Sequence[TextRatios],
     k: int,
     resamples: int = RESAMPLES,
     seed: int = 0,
     block: bool = False,
-) -> Replay:
-    """The replay of some texts, by their tables."""
-    parts = [Part(table.prompt, table.tokens, moments(table, k, block)) for table in tables]
-    return Replay(k, list(tables), parts, block, seed=seed, resamples=resamples)
+) -> ReplayResult:
+    """The replay of some texts, by their ratios."""
+    parts = [Part(text.prompt, text.tokens, moments(text, k, block)) for text in texts]
+    return ReplayResult(k, list(texts), parts, block, seed=seed, resamples=resamples)
 
 
-def reported(
-    by_k: Mapping[int, Replay],
+def replay_report(
+    by_k: Mapping[int, ReplayResult],
     domains: Sequence[str],
     answers: Sequence[Sequence[int]],
     seed: int = 0,
@@ -268,45 +274,45 @@ def reported(
 
 def replay(
     drafter: Drafter, batches: Iterable[Batch], k: int, seed: int = 0, block: bool = False
-) -> dict[int, Replay]:
+) -> dict[int, ReplayResult]:
     """Replay of chains at every draft length 1..k over batches the target has read.
 
     block: under block verification, instead of token by token.
 
     One unroll serves all lengths where a depth does not depend on k; other families unroll per k.
-    A batch that is read when it is asked for is dropped before the next one is.
+    A batch that is read when it is drafted for is dropped before the next one is.
     """
-    return replays(drafter, batches, k, [None], seed, block)[0]
+    return replay_samplers(drafter, batches, k, [None], seed, block)[0]
 
 
-def replays(
+def replay_samplers(
     drafter: Drafter,
     batches: Iterable[Batch],
     k: int,
     samplers: Sequence[Sampler | None],
     seed: int = 0,
     block: bool = False,
-) -> list[dict[int, Replay]]:
+) -> list[dict[int, ReplayResult]]:
     """`replay` with drafts made at each sampler; None: the batch's own.
 
     A greedy one on text drawn at T > 0 takes q's argmax for a point mass, as servers do by default.
     """
     lengths = [k] if drafter.depth_causal else range(1, k + 1)
-    found: list[dict[int, list[Table]]] = [{j: [] for j in lengths} for _ in samplers]
+    found: list[dict[int, list[TextRatios]]] = [{j: [] for j in lengths} for _ in samplers]
     biased = False
     for batch in batches:
         biased |= batch.foreign
         for sampler, by_length in zip(samplers, found, strict=True):
-            asked = batch if sampler is None else replace(batch, sampler=sampler)
-            for depths, of in by_length.items():
-                of += tables(drafter, asked, depths, of[-1].prompt + 1 if of else 0)
-        del batch, asked
+            drafted = batch if sampler is None else replace(batch, sampler=sampler)
+            for depths, known in by_length.items():
+                known += text_ratios(drafter, drafted, depths, known[-1].prompt + 1 if known else 0)
+        del batch, drafted
     return [_summaries(by_length, k, seed, block, biased) for by_length in found]
 
 
 def _summaries(
-    found: dict[int, list[Table]], k: int, seed: int, block: bool, biased: bool
-) -> dict[int, Replay]:
+    found: dict[int, list[TextRatios]], k: int, seed: int, block: bool, biased: bool
+) -> dict[int, ReplayResult]:
     out = {j: summarise(found.get(j, found[k]), j, seed=seed, block=block) for j in range(1, k + 1)}
     for result in out.values():
         result.biased = biased

@@ -56,15 +56,15 @@ def calibrate(drafter: Drafter, batches: Sequence[Batch], k: int, budget: int) -
 def hit_rates(drafter: Drafter, batches: Sequence[Batch], k: int) -> Array:
     """Shares (k, RANKS) of the anchors at which a depth's choice of each rank is the text's token,
     out of those at which the depth exists and those before it were right."""
-    tables = [table for batch in batches for table in ranks(drafter, batch, k)]
-    rank = np.concatenate([table.weight for table in tables])  # (anchors, k)
-    limit = np.concatenate([table.limit for table in tables])  # (anchors,)
+    texts = [text for batch in batches for text in ranks(drafter, batch, k)]
+    rank = np.concatenate([text.rank for text in texts])  # (anchors, k)
+    limit = np.concatenate([text.limit for text in texts])  # (anchors,)
     rates = np.zeros((k, RANKS))
     reached = np.ones(len(rank), dtype=bool)
     for j in range(k):
         reached &= limit > j
         right = rank[:, j] < RANKS
-        hits = rank[reached & right, j].astype(int)
+        hits = rank[reached & right, j]
         rates[j] = np.bincount(hits, minlength=RANKS) / max(reached.sum(), 1)
         reached &= right
     return rates

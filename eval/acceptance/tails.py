@@ -16,7 +16,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from draftsmith.eval.acceptance.replay import Array, Table, per_round, survivals
+from draftsmith.eval.acceptance.replay import Array, TextRatios, per_round, survivals
 
 Wave = NDArray[np.complex128]  # (WINDOW // 2 + 1,): a characteristic function at the roots
 
@@ -53,7 +53,7 @@ def tail_z(total: int, mean: float, wave: Wave) -> float:
     return z if low < high else abs(z)
 
 
-def count_wave(tables: Sequence[Table], k: int, count: int, block: bool = False) -> Wave:
+def count_wave(tables: Sequence[TextRatios], k: int, count: int, block: bool = False) -> Wave:
     """Of one of [passes, accepted at depth 0, 1, ..] over all texts, by the recursion of moments.
 
     The chance to count n from an anchor on is a sum over the drafts m that its round accepts, and

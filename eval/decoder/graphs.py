@@ -19,13 +19,13 @@ from draftsmith.eval.decoder.round import Rounds
 
 logger = logging.getLogger(__name__)
 
-Replay = Callable[[], None]
+Launch = Callable[[], None]
 # Eager rounds of a view before it is captured: libraries, lazily loaded kernels and allocations set
 # themselves up outside of any capture. The first round of a text extends nothing, hence two.
 WARM_UP = 2
 
 
-def capture(run: Callable[[], object], pool: Any) -> Replay:
+def capture(run: Callable[[], object], pool: Any) -> Launch:
     """Records what `run` does on the current CUDA device; nothing is executed meanwhile.
 
     pool: memory that the graphs of one batch share. What they hand to one another is referenced by
@@ -42,8 +42,8 @@ def capture(run: Callable[[], object], pool: Any) -> Replay:
 
 
 class _Pair(NamedTuple):
-    draft: Replay
-    judge: Replay
+    draft: Launch
+    judge: Launch
     report: Tensor  # where the captured verify leaves it
 
 

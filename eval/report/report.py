@@ -54,7 +54,7 @@ def assemble(
 
     about: what is passed on as it is: run, target, drafter {family, parameters}, heldout, k, served
     (the label of the run's sampler), best (a step), timed_in, provenance. checkpoints: {step,
-    tokens_learned, replay: {label: replay.reported(..)}}, ascending. decode: evaluate's report
+    tokens_learned, replay: {label: replay.replay_report(..)}}, ascending. decode: evaluate's report
     by label, and costs, both of the best checkpoint.
     """
     rows = [row | {"best": row["step"] == about["best"]} for row in checkpoints]
@@ -115,7 +115,7 @@ def _speed(costs: Costs, found: Report, about: Report, learned: int) -> Report:
 
 
 def drafting_of(found: Report, parameters: int, learned: int | None) -> Drafting:
-    """What is known of a drafter by one replay (`replay.reported`)."""
+    """What is known of a drafter by one replay (`replay.replay_report`)."""
     tau = {int(k): value for k, value in found["tau_by_k"].items()}
     interval = {int(k): (low, high) for k, (low, high) in found["tau_ci_by_k"].items()}
     return Drafting(tau, interval, found["alpha"][0] or 0.0, parameters, learned)

@@ -23,7 +23,7 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance.intervals import tau
 from draftsmith.eval.acceptance.parity import TIE
-from draftsmith.eval.acceptance.replay import Table, tables
+from draftsmith.eval.acceptance.replay import TextRatios, text_ratios
 from draftsmith.eval.decoder.text import Text
 from draftsmith.eval.evaluate import read_texts
 from draftsmith.eval.servers.client import Answer, Counters
@@ -65,7 +65,7 @@ def _padded(accepted: Sequence[int], k: int) -> list[int]:
     return list(accepted) + [0] * (k - len(accepted))
 
 
-def walk(table: Table, k: int, shortens: bool, flip: int | None = None) -> Walk:
+def walk(table: TextRatios, k: int, shortens: bool, flip: int | None = None) -> Walk:
     """The rounds that greedy drafts of length k take through a text.
 
     shortens: the server drafts at most as many tokens as are left but one, and none for the last.
@@ -80,7 +80,7 @@ def walk(table: Table, k: int, shortens: bool, flip: int | None = None) -> Walk:
         known = min(length, int(table.limit[root]))  # drafts within the text
         m = 0
         while m < known:
-            right = bool(table.weight[root, m] == 1.0)
+            right = bool(table.ratio[root, m] == 1.0)
             if table.gap[root, m] < TIE:
                 right ^= ties == flip
                 ties += 1
@@ -143,7 +143,7 @@ class Agreement:
 
 
 def compare(
-    answers: Sequence[Answer], of: Sequence[Table], k: int, temperature: float, shortens: bool
+    answers: Sequence[Answer], of: Sequence[TextRatios], k: int, temperature: float, shortens: bool
 ) -> Agreement:
     """Compares answers' counters with replay's tables of the same texts, in the same order."""
     zero = Counters(accepted=(0,) * k)
@@ -172,12 +172,12 @@ def replayed(
     answers: Sequence[Answer],
     k: int,
     temperature: float = 0.0,
-) -> list[Table]:
+) -> list[TextRatios]:
     """Replay's table of every answer: drafts drawn at the temperature, which is the answers' too,
     or at 0 taken as point masses, in answers of any temperature."""
     texts = [Text(answer.prompt, answer.tokens) for answer in answers]
     batches = read_texts(target, drafter, texts, Sampler(temperature))
-    return [table for batch in batches for table in tables(drafter, batch, k)]
+    return [table for batch in batches for table in text_ratios(drafter, batch, k)]
 
 
 @dataclass

@@ -24,7 +24,7 @@ import numpy as np
 
 from draftsmith.eval.acceptance.intervals import tau
 from draftsmith.eval.acceptance.parity import Z_BOUND
-from draftsmith.eval.acceptance.replay import Table, summarise, survivals
+from draftsmith.eval.acceptance.replay import TextRatios, summarise, survivals
 from draftsmith.eval.acceptance.tails import count_wave, z_score
 from draftsmith.eval.servers import agreement
 from draftsmith.eval.servers.client import Answer, Counters
@@ -78,8 +78,8 @@ class Sampled:
 
 def compare(
     answers: Sequence[Answer],
-    drawn: Sequence[Table],
-    argmax: Sequence[Table],
+    drawn: Sequence[TextRatios],
+    argmax: Sequence[TextRatios],
     k: int,
     temperature: float,
 ) -> Sampled:
@@ -126,7 +126,7 @@ def _possible(answer: Answer, over: int, k: int) -> bool:
     return 0 <= over <= k and counted.drafted == k * counted.drafts
 
 
-def _chance(table: Table, k: int, passes: int) -> float:
+def _chance(table: TextRatios, k: int, passes: int) -> float:
     """The chance that drawn drafts take so many verify passes through a text."""
     S = survivals(table, k)
     P = S[:, :-1] - S[:, 1:]  # (L, k + 1): m drafts are accepted

@@ -22,7 +22,7 @@ from draftsmith.drafters import (
 )
 from draftsmith.drafters.base import Drafter, Policy, family
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.eval.acceptance.replay import moments, tables
+from draftsmith.eval.acceptance.replay import moments, text_ratios
 from draftsmith.eval.decoder.loop import Decoder
 from planted import (
     CLASSES,
@@ -102,7 +102,7 @@ def counts(name: str) -> None:
         assert laws[len(text.prompt) - 1 : -1].argmax(1).tolist() == text.tokens
     pairs = [(t.prompt + t.tokens, [False] * len(t.prompt) + [True] * len(t.tokens)) for t in texts]
     read = made.target.read(batch.batch_of(pairs, greedy), made.taps)
-    expected = [moments(table, k).mean.tolist() for table in tables(made, read, k)]
+    expected = [moments(table, k).mean.tolist() for table in text_ratios(made, read, k)]
     counted = [
         [len(t.rounds), *(sum(r.accepted > j for r in t.rounds) for j in range(k))] for t in texts
     ]

@@ -21,7 +21,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.eval.acceptance import recall
 from draftsmith.eval.acceptance.recall import diagnose, ranks
-from draftsmith.eval.acceptance.replay import moments, replay, tables
+from draftsmith.eval.acceptance.replay import moments, replay, text_ratios
 from draftsmith.recipes import compare_page
 from draftsmith.recipes.commands import Compare
 from draftsmith.recipes.compare import Entry, _learned, compare
@@ -63,7 +63,7 @@ def test_ranks_by_sorting(name: str) -> None:
             ids = [int(drafter.vocab.to_target(torch.tensor(token))) for token in order]
             own_token = text[root + i + 1 + j]
             known = ids.index(own_token) if own_token in ids else recall.NEVER
-            assert table.weight[i, j] == known
+            assert table.rank[i, j] == known
 
 
 def check_oracle(name: str) -> None:
@@ -103,14 +103,14 @@ def test_wider_is_no_worse_and_all_is_all(monkeypatch: pytest.MonkeyPatch) -> No
     found = diagnose(drafter, [batch], K)
     taus = list(found["oracle_tau"].values())
     assert taus == sorted(taus)
-    (table,) = tables(drafter, batch, K)
+    (table,) = text_ratios(drafter, batch, K)
     assert taus[-1] == pytest.approx(table.tokens / math.ceil(table.tokens / (K + 1)))
     assert set(found["recall"][str(replays.VOCAB)]) == {1.0}
 
 
 def test_weights_are_the_rounds_that_get_there() -> None:
     drafter, batch = own("eagle", Sampler(1.0))
-    (table,) = tables(drafter, batch, K)
+    (table,) = text_ratios(drafter, batch, K)
     reached = recall._reached(table, K).sum(0)
     np.testing.assert_allclose(reached, moments(table, K).reached)
 

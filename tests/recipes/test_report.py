@@ -25,7 +25,7 @@ from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance import intervals
-from draftsmith.eval.acceptance.replay import Table, moments, summarise, tables
+from draftsmith.eval.acceptance.replay import TextRatios, moments, summarise, text_ratios
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.evaluate import evaluate
 from draftsmith.eval.report import plots
@@ -81,7 +81,7 @@ def check_figures(run: Path, report: dict[str, Any]) -> None:
             samples = stored(run, label, target)
             for sample in (samples[i] for i in range(len(samples))):
                 read = target.read(batch_of([(sample.ids, sample.made)], sampler), drafter.taps)
-                (table,) = tables(drafter, read, K)
+                (table,) = text_ratios(drafter, read, K)
                 found = (table.tokens, moments(table, K))
                 groups.setdefault(sample.domain, []).append(found)
                 groups.setdefault("all", []).append(found)
@@ -149,13 +149,13 @@ def test_decode_belongs_to_replay(report: dict[str, Any]) -> None:
 # ---------------------------------------------------------------- intervals
 
 
-def turns_of(prompts: int, turns: int) -> list[Table]:
+def turns_of(prompts: int, turns: int) -> list[TextRatios]:
     """Texts of 20 tokens, `turns` of each prompt; half the prompts all right, half all wrong."""
     out = []
     for prompt in range(prompts):
         ratio = np.full((21, 1), float(prompt % 2))
         limit = np.array([1] * 20 + [0])
-        out += [Table(ratio, limit, np.full((21, 1), np.inf), prompt)] * turns
+        out += [TextRatios(ratio, limit, np.full((21, 1), np.inf), prompt)] * turns
     return out
 
 

@@ -14,7 +14,7 @@ from draftsmith.drafters.base import Drafter, family
 from draftsmith.drafters.batch import Batch, align, batch_of
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval.acceptance.replay import Table, tables
+from draftsmith.eval.acceptance.replay import TextRatios, text_ratios
 from draftsmith.eval.decoder.text import Text
 
 VOCAB = 12
@@ -80,5 +80,5 @@ def drafter_for(name: str, family_name: str) -> Drafter:
     return made.eval()
 
 
-def replayed(drafter: Drafter, texts: Sequence[Text], sampler: Sampler, k: int) -> list[Table]:
-    return tables(drafter, read(drafter.target, texts, sampler, drafter), k)
+def replayed(drafter: Drafter, texts: Sequence[Text], sampler: Sampler, k: int) -> list[TextRatios]:
+    return text_ratios(drafter, read(drafter.target, texts, sampler, drafter), k)

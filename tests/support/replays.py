@@ -16,7 +16,7 @@ import toys  # noqa: F401  (registers the toy families)
 from draftsmith.drafters.base import Drafter, family
 from draftsmith.drafters.batch import Batch, batch_of
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.eval.acceptance.replay import Table, summarise, tables
+from draftsmith.eval.acceptance.replay import TextRatios, summarise, text_ratios
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "small": {"layers": [0, 1, 3]},
@@ -97,10 +97,10 @@ def check_ratios(name: str, family_name: str, sampler_name: str) -> None:
         return guess[depth] if depth < len(guess) else None
 
     known = reference.ratios(reference.target_laws(hf, tokens, cuts), tokens, root, depths, draft)
-    (table,) = tables(made, batch, depths)
+    (table,) = text_ratios(made, batch, depths)
     assert len(table.limit) == len(tokens) - root and table.prompt == 0
     assert table.limit.tolist() == [len(row) for row in known] + [0]
-    for found, row in zip(table.ratio, known, strict=False):
+    for found, row in zip(table.chance, known, strict=False):
         np.testing.assert_allclose(found[: len(row)], np.minimum(row, 1.0), atol=2e-4)
     values = {round(min(r, 1.0), 3) for row in known for r in row}
     assert max(values) > 0.3 and min(values) < 0.3, "a table that says nothing"
@@ -109,11 +109,11 @@ def check_ratios(name: str, family_name: str, sampler_name: str) -> None:
     assert summarise([table], depths).passes == pytest.approx(passes, abs=1e-3)
 
 
-def same(found: Table, known: Table, atol: float = 2e-5) -> None:
+def same(found: TextRatios, known: TextRatios, atol: float = 2e-5) -> None:
     """Equal tables, but for the prompt's number."""
     np.testing.assert_array_equal(found.limit, known.limit)
-    exists = np.arange(found.ratio.shape[1]) < found.limit[:, None]
-    np.testing.assert_allclose(found.ratio[exists], known.ratio[exists], atol=atol)
+    exists = np.arange(found.chance.shape[1]) < found.limit[:, None]
+    np.testing.assert_allclose(found.chance[exists], known.chance[exists], atol=atol)
     np.testing.assert_allclose(found.gap[exists], known.gap[exists], atol=1e-3, rtol=1e-4)
 
 

@@ -31,8 +31,8 @@ import training
 from draftsmith.drafters import storage
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval.acceptance.replay import Replay, tables
-from draftsmith.eval.servers.agreement import walk
+from draftsmith.eval.acceptance.replay import ReplayResult, text_ratios
+from draftsmith.eval.servers.agreement import expected_rounds
 from draftsmith.train import checkpoint, journal, learner, loop, recipe
 from draftsmith.train.learner import Learner
 from draftsmith.train.loop import Run
@@ -125,7 +125,7 @@ def test_the_best_checkpoint_serves_what_was_measured(
     at_zero = [
         replace(batch, sampler=Sampler(0.0)) for batch in made.read_heldout(made.replay_states)
     ]
-    walked = [table for batch in at_zero for table in tables(drafter, batch, 3) if table.tokens]
+    walked = [table for batch in at_zero for table in text_ratios(drafter, batch, 3) if table.tokens]
     passes = sum(walk(table, 3, shortens=False).passes for table in walked)
     tau = sum(table.tokens for table in walked) / passes
     assert line["tau_greedy_by_k"]["3"] == pytest.approx(tau) != pytest.approx(line["tau"])
@@ -186,14 +186,14 @@ def _accelerator() -> Any:
 def test_best_is_chosen_by_tau(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by the loss, which falls on, nor the last; the first one on ties; never step 0."""
     planted = iter([9.0, 1.5, 1.9, 1.9, 1.2])
-    whole = loop.replays
+    whole = loop.replay_samplers
 
-    def replays(*args: Any, **kwargs: Any) -> Any:
+    def replay_samplers(*args: Any, **kwargs: Any) -> Any:
         found = whole(*args, **kwargs)
-        found[0][3].__class__ = type("Planted", (Replay,), {"tau": next(planted)})
+        found[0][3].__class__ = type("Planted", (ReplayResult,), {"tau": next(planted)})
         return found
 
-    monkeypatch.setattr(loop, "replays", replays)
+    monkeypatch.setattr(loop, "replay_samplers", replay_samplers)
     run = trained(world, "planted", steps=8, save_every=2, log_every=1)
     losses = [m["loss"] for m in metrics(run) if m["kind"] == "train"]
     assert losses[-1] < losses[3]

@@ -16,17 +16,19 @@ import tiny
 import toys  # noqa: F401  (registers the toy families)
 from draftsmith.drafters.batch import batch_of
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.eval.acceptance.replay import Table, moments, replay, summarise, tables
+from draftsmith.eval.acceptance.replay import TextRatios, moments, replay, summarise, text_ratios
 from replays import CHAT, SAMPLERS, VOCAB, check_ratios, drafter, flags, pack, read, same
 
 
-def table_of(rows: list[list[float]], depths: int, prompt: int = 0, junk: float = 0.7) -> Table:
+def table_of(
+    rows: list[list[float]], depths: int, prompt: int = 0, junk: float = 0.7
+) -> TextRatios:
     """A table of ragged rows, one per anchor; what does not exist holds junk. Text: rows + 1."""
     ratio = np.full((len(rows) + 1, depths), junk)
     for i, row in enumerate(rows):
         ratio[i, : len(row)] = row
     limit = np.array([len(row) for row in rows] + [0])
-    return Table(ratio, limit, np.full_like(ratio, np.inf), prompt)
+    return TextRatios(ratio, limit, np.full_like(ratio, np.inf), prompt)
 
 
 def random_rows(seed: int) -> tuple[list[list[float]], int]:
@@ -114,7 +116,7 @@ def test_tau_is_pooled() -> None:
     assert np.isnan(summarise([empty], 1).tau)
 
 
-def random_texts(rng: np.random.Generator, prompts: int) -> list[Table]:
+def random_texts(rng: np.random.Generator, prompts: int) -> list[TextRatios]:
     """Two texts a prompt; a prompt is easy or hard as a whole."""
     out = []
     for prompt in range(prompts):
@@ -176,12 +178,12 @@ def test_each_turn_is_its_own_text(name: str) -> None:
     tokens = tiny.prompts(1, 5, VOCAB)[0] * 8
     tokens = tokens[: len(CHAT)]
     made, batch = read(name, "Llama", batch_of([(tokens, CHAT), (tokens[:4], SHORT)], Sampler()))
-    found = tables(made, batch, 3, first_prompt=5)
+    found = text_ratios(made, batch, 3, first_prompt=5)
     assert [len(t.limit) for t in found] == [6, 5, 1, 2, 3]
     assert [t.prompt for t in found] == [5, 5, 5, 5, 6], "turns of one sample are one prompt"
     for table, (first, end) in zip(found, spans(CHAT), strict=False):
         alone = batch_of([(tokens[:end], flags(tokens[:end], first))], Sampler())
-        (known,) = tables(made, read(name, "Llama", alone)[1], 3)
+        (known,) = text_ratios(made, read(name, "Llama", alone)[1], 3)
         same(table, known)
 
 
@@ -196,11 +198,11 @@ def test_packed_segments_are_split(name: str) -> None:
         (ids[3][:6], flags(ids[3][:6], 5)),  # one token of prefill: a text, but no pass
     ]
     made, batch = read(name, "Llama", pack([[samples[0], samples[1]], [samples[2], samples[3]]]))
-    found = tables(made, batch, 3)
+    found = text_ratios(made, batch, 3)
     assert [t.prompt for t in found] == [0, 1, 1, 1, 1, 2, 3]
     known = []
     for sample in samples:
-        known += tables(made, read(name, "Llama", batch_of([sample], Sampler()))[1], 3)
+        known += text_ratios(made, read(name, "Llama", batch_of([sample], Sampler()))[1], 3)
     assert len(found) == len(known)
     for table, alone in zip(found, known, strict=True):
         same(table, alone)
@@ -215,10 +217,10 @@ def test_replay_at_every_length(name: str) -> None:
     found = replay(made, batches, 3)
     assert list(found) == [1, 2, 3]
     for k, result in found.items():
-        parts = [t for batch in batches for t in tables(made, batch, k)]
+        parts = [t for batch in batches for t in text_ratios(made, batch, k)]
         assert result.passes == pytest.approx(sum(moments(t, k).mean[0] for t in parts))
         assert result.tokens == sum(len(ids) - 5 for ids, _ in texts) and result.k == k
-        assert [t.prompt for t in result.tables] == [0, 1, 2, 3]
+        assert [t.prompt for t in result.texts] == [0, 1, 2, 3]
         assert not result.biased
     assert found[1].passes > found[3].passes
     batches[1].foreign = True

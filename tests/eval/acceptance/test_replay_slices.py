@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from draftsmith.drafters.base import Drafter, Unroll
 from draftsmith.drafters.batch import Alignment, Batch, all_anchors
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.eval.acceptance.recall import diagnose, ranks
-from draftsmith.eval.acceptance.replay import Table, tables
+from draftsmith.eval.acceptance.replay import text_ratios
 from draftsmith.eval.overlap import row_stats
 from replays import CHAT, SAMPLERS, drafter, flags
 
@@ -33,24 +34,29 @@ def packed(name: str, sampler: Sampler) -> tuple[Drafter, Batch]:
     return made, made.target.read(batch, made.taps)
 
 
-def sliced(patch: pytest.MonkeyPatch, call: Callable[[], list[Table]]) -> list[Table]:
-    """What is found with two anchors of each row at a time."""
+def sliced(patch: pytest.MonkeyPatch, call: Callable[[], list[Any]]) -> tuple[list[Any], list[Any]]:
+    """The eight texts of a call, and those found with two anchors of each row at a time."""
+    whole = call()
     with patch.context() as small:
         small.setattr(row_stats, "CELLS", 2 * 2 * K + 1)
-        return call()
+        found = call()
+    assert len(found) == len(whole) == 8
+    assert [t.prompt for t in found] == [t.prompt for t in whole]
+    return whole, found
 
 
 def check_slices(name: str, sampler: Sampler, patch: pytest.MonkeyPatch) -> None:
     made, batch = packed(name, sampler)
-    for call in (lambda: tables(made, batch, K, 4), lambda: ranks(made, batch, K)):
-        whole, found = call(), sliced(patch, call)
-        assert len(found) == len(whole) == 8
-        assert [t.prompt for t in found] == [t.prompt for t in whole]
-        for table, known in zip(found, whole, strict=True):
-            # Nothing norms what EAGLE-1's lm_head reads: logits of 30 are rounded to 1e-5.
-            replays.same(table, known, 2e-4 if name == "eagle1" else 2e-5)
-            if sampler.greedy or name == "ngram":
-                np.testing.assert_array_equal(table.weight, known.weight)
+    whole, found = sliced(patch, lambda: text_ratios(made, batch, K, 4))
+    for text, known in zip(found, whole, strict=True):
+        # Nothing norms what EAGLE-1's lm_head reads: logits of 30 are rounded to 1e-5.
+        replays.same(text, known, 2e-4 if name == "eagle1" else 2e-5)
+        if sampler.greedy or name == "ngram":
+            np.testing.assert_array_equal(text.ratio, known.ratio)
+    for rank, one in zip(*sliced(patch, lambda: ranks(made, batch, K)), strict=True):
+        np.testing.assert_array_equal(rank.limit, one.limit)
+        exists = np.arange(K) < one.limit[:, None]
+        np.testing.assert_array_equal(rank.rank[exists], one.rank[exists])
 
 
 @pytest.mark.parametrize("sampler_name", ["plain", "greedy"])
@@ -96,7 +102,7 @@ def test_hidden_states_of_a_slice_alone(name: str, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(type(made), "unroll", noted)
     monkeypatch.setattr(row_stats, "CELLS", limit := 4 * 2 * K)
-    tables(made, batch, K)
+    text_ratios(made, batch, K)
     if made.rows_shared:
         assert len(sizes) == 1 and sizes[0] <= batch.tokens.numel()
     else:

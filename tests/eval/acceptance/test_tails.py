@@ -15,38 +15,38 @@ import pytest
 import reference_replay
 from draftsmith.eval.acceptance import parity, tails
 from draftsmith.eval.acceptance.parity import compare, counts, local_z
-from draftsmith.eval.acceptance.replay import Table, moments, summarise
+from draftsmith.eval.acceptance.replay import TextRatios, moments, summarise
 from draftsmith.eval.acceptance.tails import count_wave, z_score
 from draftsmith.eval.decoder.text import Round, Text
 
 NORMAL = NormalDist()
 
 
-def table_of(weight: np.ndarray) -> Table:
+def table_of(weight: np.ndarray) -> TextRatios:
     """weight (L, k): q / p of the text's own tokens. Depths past the text's end do not exist."""
     L, k = weight.shape
     limit = np.minimum(k, L - 1 - np.arange(L))
     exists = np.arange(k) < limit[:, None]
-    return Table(np.where(exists, weight, 0.0), limit, np.full((L, k), np.inf), 0)
+    return TextRatios(np.where(exists, weight, 0.0), limit, np.full((L, k), np.inf), 0)
 
 
-def walked(table: Table, rng: np.random.Generator, k: int) -> Text:
+def walked(table: TextRatios, rng: np.random.Generator, k: int) -> Text:
     """A right decoder's rounds, drawn by the table's chances. Anchor i is position i."""
     text, i = Text([0], [0] * len(table.limit)), 0
     while i < table.tokens:
         m, limit = 0, int(min(k, table.limit[i]))
-        while m < limit and rng.random() < table.ratio[i, m]:
+        while m < limit and rng.random() < table.chance[i, m]:
             m += 1
         text.rounds.append(Round(i, limit, m))
         i += 1 + m
     return text
 
 
-def law_of(tables: list[Table], count: int, rule: str = "token") -> dict[int, float]:
+def law_of(tables: list[TextRatios], count: int, rule: str = "token") -> dict[int, float]:
     """The law of one of [passes, accepted at depth 0, 1, ..], by every walk there is."""
     law = {0: 1.0}
     for table in tables:
-        rows = [table.weight[i, : table.limit[i]].tolist() for i in range(table.tokens)]
+        rows = [table.ratio[i, : table.limit[i]].tolist() for i in range(table.tokens)]
         longer: dict[int, float] = defaultdict(float)
         for chance, walk in reference_replay.rounds(rows, rule):
             n = sum(1 if count == 0 else m >= count for _, m in walk)
@@ -56,7 +56,9 @@ def law_of(tables: list[Table], count: int, rule: str = "token") -> dict[int, fl
     return law
 
 
-def score(tables: list[Table], k: int, count: int, total: int, block: bool = False) -> float | None:
+def score(
+    tables: list[TextRatios], k: int, count: int, total: int, block: bool = False
+) -> float | None:
     parts = [moments(table, k, block) for table in tables]
     mean, variance = (sum(float(getattr(m, part)[count]) for m in parts) for part in
                       ("mean", "variance"))  # fmt: skip
@@ -153,7 +155,7 @@ def test_a_normal_law_for_everything_shows(monkeypatch: pytest.MonkeyPatch) -> N
 LEVELS, EACH = (0.05, 0.1, 0.2), 800  # chances of tries, and how many there are of each
 
 
-def taken(*accepted: int) -> tuple[list[Text], list[Table]]:
+def taken(*accepted: int) -> tuple[list[Text], list[TextRatios]]:
     """Single tries, of which so many were accepted at each level."""
     table = table_of(np.repeat([*LEVELS, 0.0], [EACH] * 3 + [1])[:, None])
     text = Text([0], [0] * len(table.limit))
@@ -207,7 +209,7 @@ def test_large_sums_by_their_definitions() -> None:
     np.testing.assert_allclose(found.z, (counts(texts, k) - mean) / np.sqrt(variance), rtol=1e-6)
     assert found.holds
     tries = [
-        (float(table.ratio[r.anchor, j]), float(r.accepted > j))
+        (float(table.chance[r.anchor, j]), float(r.accepted > j))
         for text, table in zip(texts, tables, strict=True)
         for r in text.rounds
         for j in range(min(r.proposed, r.accepted + 1))

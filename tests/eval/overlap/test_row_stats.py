@@ -401,7 +401,7 @@ def test_no_tensor_over_all_positions_and_tokens(name: str) -> None:
     size = batch.tokens.numel() * vocab
     with Largest() as seen:
         model.target.read(batch, model.taps)
-        tables = replay.tables(model, batch, 2)
+        tables = replay.text_ratios(model, batch, 2)
     assert sum(t.tokens for t in tables) > 800
     assert seen.numel <= 512 * vocab < size / 2
     with Largest() as seen, torch.no_grad():  # and the probe sees one when it is there

@@ -22,7 +22,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance.parity import TIE
-from draftsmith.eval.acceptance.replay import Table
+from draftsmith.eval.acceptance.replay import TextRatios
 from draftsmith.eval.servers import agreement, sampled
 from draftsmith.eval.servers.agreement import compare, replayed, walk
 from draftsmith.eval.servers.client import Answer, Counters, parse_counters
@@ -101,11 +101,11 @@ def simulated(
     return Counters(drafts, drafted, tuple(accepted), tokens), passes, past
 
 
-def table(right: list[list[bool]], tokens: int) -> Table:
+def table(right: list[list[bool]], tokens: int) -> TextRatios:
     """Replay's table of the same answer, which ends at the limit."""
     limit = np.minimum(K, tokens - 1 - np.arange(tokens))
     weight = np.array(right[:tokens], dtype=float) * (np.arange(K) < limit[:, None])
-    return Table(weight, limit, np.full((tokens, K), np.inf), 0)
+    return TextRatios(weight, limit, np.full((tokens, K), np.inf), 0)
 
 
 @pytest.mark.parametrize("shortens", [False, True], ids=["vllm", "llama.cpp"])
@@ -209,11 +209,11 @@ def test_a_faulty_walk_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> N
     tables = replayed(target(), right, given, K)
     true = walk
 
-    def faulty(of: Table, k: int, shortens: bool, flip: int | None = None) -> agreement.Walk:
+    def faulty(of: TextRatios, k: int, shortens: bool, flip: int | None = None) -> agreement.Walk:
         if fault == "limit":  # drafts shortened where the server does not
             return true(of, k, not shortens, flip)
-        weight = np.roll(of.weight, 1, axis=1 if fault == "position" else 0)
-        return true(Table(weight, of.limit, of.gap, of.prompt), k, shortens, flip)
+        weight = np.roll(of.ratio, 1, axis=1 if fault == "position" else 0)
+        return true(TextRatios(weight, of.limit, of.gap, of.prompt), k, shortens, flip)
 
     monkeypatch.setattr(agreement, "walk", faulty)
     assert not compare(given, tables, K, 0.0, False).holds
@@ -248,7 +248,7 @@ def test_drawn_drafts_agree_with_replay() -> None:
 
 def rehearsed(
     ratios: np.ndarray, tokens: int, generator: np.random.Generator
-) -> tuple[Table, Counters]:
+) -> tuple[TextRatios, Counters]:
     """A text in replay's table, and one server's counts of it: it accepts depth j of root i with
     chance ratios[i, j], past the text's end too."""
     accepted, rounds, written = [0] * K, 0, 1
@@ -259,7 +259,7 @@ def rehearsed(
             m += 1
         rounds, written = rounds + 1, written + m + 1
     limit = np.minimum(K, tokens - 1 - np.arange(tokens))
-    of = Table(ratios[:tokens], limit, np.full((tokens, K), np.inf), 0)
+    of = TextRatios(ratios[:tokens], limit, np.full((tokens, K), np.inf), 0)
     return of, Counters(rounds, K * rounds, tuple(accepted), tokens)
 
 
@@ -275,9 +275,9 @@ def test_z_of_many_servers(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
         pairs = [rehearsed(generator.random((9, K)) ** 0.3, 6, generator) for _ in range(60)]
         tables = [of for of, _ in pairs]
         if fault == "chance":
-            tables = [replace(of, weight=of.weight**2) for of in tables]
+            tables = [replace(of, ratio=of.ratio**2) for of in tables]
         given = [answer(counted) for _, counted in pairs]
-        argmax = [replace(of, weight=np.zeros_like(of.weight)) for of in tables]
+        argmax = [replace(of, ratio=np.zeros_like(of.ratio)) for of in tables]
         refused += not sampled.compare(given, tables, argmax, K, 1.0).holds
     assert refused > 20 if fault else refused <= 1
 
@@ -292,7 +292,7 @@ def test_the_chance_of_a_count_is_that_of_its_walks() -> None:
     ]
     weight = np.array([row + [0.0] * (K - len(row)) for row in [*ratios, []]])
     limit = np.minimum(K, tokens - 1 - np.arange(tokens))
-    of = Table(weight, limit, np.full((tokens, K), np.inf), 0)
+    of = TextRatios(weight, limit, np.full((tokens, K), np.inf), 0)
     for passes in range(tokens):
         walks = [chance for chance, walk in reference_replay.rounds(ratios) if len(walk) == passes]
         assert sampled._chance(of, K, passes) == pytest.approx(sum(walks), abs=1e-12)

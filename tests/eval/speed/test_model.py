@@ -18,7 +18,7 @@ from draftsmith.drafters.base import Policy, family
 from draftsmith.drafters.ngram import Ngram
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.eval.acceptance.replay import Table, summarise
+from draftsmith.eval.acceptance.replay import TextRatios, summarise
 from draftsmith.eval.decoder import loop
 from draftsmith.eval.decoder.round import Rounds
 from draftsmith.eval.decoder.text import end_token
@@ -82,14 +82,14 @@ def test_planted_faults_move_the_best_k(
 # ---------------------------------------------------------------- bursty text
 
 
-def text_of(right: np.ndarray, k: int, prompt: int = 0) -> Table:
+def text_of(right: np.ndarray, k: int, prompt: int = 0) -> TextRatios:
     """A greedy drafter's table: right[i] says whether token i + 1 is guessed, from any anchor."""
     L = len(right) + 1
     ratio, limit = np.zeros((L, k)), np.zeros(L, dtype=np.int64)
     for i in range(L):
         limit[i] = min(k, L - 1 - i)
         ratio[i, : limit[i]] = right[i : i + limit[i]]
-    return Table(ratio, limit, np.full((L, k), np.inf), prompt)
+    return TextRatios(ratio, limit, np.full((L, k), np.inf), prompt)
 
 
 def walked(right: np.ndarray, k: int) -> int:

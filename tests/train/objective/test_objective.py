@@ -141,7 +141,7 @@ def test_the_replay_objective_is_what_replay_measures(loss: str, cut: Cut) -> No
     batch = packed(sampler=Sampler(*cut))
     sums, _ = run("eagle", batch, Objective(loss))
     with torch.no_grad():
-        tables = replay.tables(drafter("eagle"), batch, K)
+        tables = replay.text_ratios(drafter("eagle"), batch, K)
     measured = sum(float(replay.moments(t, K).mean[0]) for t in tables)
     t = table("eagle")
     ratio = statistics(t, cut)["ratio"].tolist()

@@ -39,8 +39,8 @@ def find_program() -> Path:
 
 
 def patched() -> bool:
-    """Whether the vLLM here has the fix that tests/support/servers.sh appends: a second definition of the
-    kernel that gives each draft its request's temperature."""
+    """Whether the vLLM here has the fix that tests/support/servers.sh appends: a second definition
+    of the kernel that gives each draft its request's temperature."""
     kernels = "vllm/lib/python3*/site-packages/vllm/utils/cpu_triton_utils.py"
     return any(
         file.read_text().count("def _expand_kernel_impl(") > 1

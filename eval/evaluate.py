@@ -25,7 +25,7 @@ from draftsmith.eval.acceptance.intervals import (
 )
 from draftsmith.eval.acceptance.parity import Parity, compare, compare_trees, counts
 from draftsmith.eval.acceptance.replay import replay
-from draftsmith.eval.acceptance.walk import walk
+from draftsmith.eval.acceptance.walk import walk_tree
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.text import Text
 from draftsmith.eval.report.provenance import provenance
@@ -254,7 +254,7 @@ def replay_of(
         return Replayed(by_k[k].parts, by_k[k].pooled, tau_by_k, parity)
     if policy.sampled:
         return None
-    walks = [found for batch in batches for found in walk(drafter, batch, policy)]
+    walks = [found for batch in batches for found in walk_tree(drafter, batch, policy)]
     parts = [Part(i, found.tokens, found.counts(k)) for i, found in enumerate(walks)]
     parity = compare_trees(texts, walks, k)
     return Replayed(parts, acceptance(parts, k, seed), {}, parity)

@@ -22,7 +22,7 @@ import numpy as np
 
 from draftsmith.eval.acceptance.replay import ReplayResult, TextRatios, survivals
 from draftsmith.eval.acceptance.tails import FIXED, STEP, coin_wave, count_wave, z_score
-from draftsmith.eval.acceptance.walk import Walk
+from draftsmith.eval.acceptance.walk import TreeWalk
 from draftsmith.eval.decoder.text import Text
 
 TIE = 1e-3  # two logits closer than this are a tie in fp32
@@ -91,18 +91,18 @@ def counts(texts: Sequence[Text], k: int) -> list[int]:
 
 def compare(texts: Sequence[Text], replay: ReplayResult, deterministic: bool) -> Parity:
     """Compares decoded chains with replay of the same texts, in the same order."""
-    tables, k = replay.texts, replay.k
+    ratios, k = replay.texts, replay.k
     counted = counts(texts, k)
     expected, variance = replay.expected()
     if deterministic:
-        pairs = enumerate(zip(texts, tables, strict=True))
+        pairs = enumerate(zip(texts, ratios, strict=True))
         return _equal(texts, counted, expected, [_first_split(i, *pair, k) for i, pair in pairs])
     each = list(zip(counted, expected, variance, strict=True))
-    waves = [partial(count_wave, tables, k, i, replay.block) for i in range(k + 1)]
+    waves = [partial(count_wave, ratios, k, i, replay.block) for i in range(k + 1)]
     z = [z_score(*one, wave) for one, wave in zip(each, waves, strict=True)]
     # Where nothing random is left the counts must be the same.
     equal = all(abs(count - mean) < 1e-6 for count, mean, rest in each if rest <= FIXED)
-    local = local_z(texts, tables, k, replay.block)
+    local = local_z(texts, ratios, k, replay.block)
     return Parity(False, counted, expected, z, local, equal, len(texts))
 
 
@@ -119,7 +119,7 @@ def _equal(
     return Parity(True, counted, expected, none, None, not splits, len(texts), ties, splits)
 
 
-def compare_trees(texts: Sequence[Text], walks: Sequence[Walk], k: int) -> Parity:
+def compare_trees(texts: Sequence[Text], walks: Sequence[TreeWalk], k: int) -> Parity:
     """Compares decoded match trees with replay's walks through the same texts: integers are equal.
 
     A split is a tie where the walk's choice of nodes was within TIE of another one.
@@ -130,62 +130,62 @@ def compare_trees(texts: Sequence[Text], walks: Sequence[Walk], k: int) -> Parit
     found: list[Split | None] = []
     for i, (text, walk) in enumerate(zip(texts, walks, strict=True)):
         pairs = list(zip_longest(text.rounds, walk.rounds))
-        at = next((n for n, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
-        if at is not None:
-            margin = walk.margins[at] if at < len(walk.margins) else math.inf
-            anchor = (pairs[at][1] or pairs[at][0]).anchor
-            accepted = [r.accepted for r in pairs[at] if r is not None]
+        parted = next((n for n, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+        if parted is not None:
+            margin = walk.margins[parted] if parted < len(walk.margins) else math.inf
+            anchor = (pairs[parted][1] or pairs[parted][0]).anchor
+            accepted = [r.accepted for r in pairs[parted] if r is not None]
             found.append(Split(i, anchor, min(accepted), margin))
     return _equal(texts, counted, expected, found)
 
 
 def local_z(
-    texts: Sequence[Text], tables: Sequence[TextRatios], k: int, block: bool = False
+    texts: Sequence[Text], ratios: Sequence[TextRatios], k: int, block: bool = False
 ) -> float | None:
-    """z of the sum of (r - c) (accepted - r) over every depth tried, r its chance in the table.
+    """z of the sum of (r - c) (accepted - r) over every depth tried, r its chance by replay.
 
     c is the mean of r weighted by r (1 - r), so that the sum is orthogonal to the number accepted:
     more acceptances everywhere leave it alone, more at low r and fewer at high r do not. r - c
     is rounded to sixteenths, so that a small sum has a law (taken as though the walk had not chosen
     its own tries). None where every chance is certain, or all are alike.
     """
-    tries = np.array(list(_tries(texts, tables, k, block))).reshape(-1, 2)
+    tries = np.array(list(_tries(texts, ratios, k, block))).reshape(-1, 2)
     r, accepted = tries.T
-    spread = r * (1 - r)
-    if spread.sum() <= FIXED:
+    each = r * (1 - r)  # the variance of a try
+    if each.sum() <= FIXED:
         return None
-    weight = np.rint(STEP * (r - (r * spread).sum() / spread.sum()))
-    total, mean, variance = int(weight @ accepted), float(weight @ r), float(weight**2 @ spread)
+    weight = np.rint(STEP * (r - (r * each).sum() / each.sum()))
+    total, mean, variance = int(weight @ accepted), float(weight @ r), float(weight**2 @ each)
     return z_score(total, mean, variance, partial(coin_wave, r, weight), STEP)
 
 
 def _tries(
-    texts: Sequence[Text], tables: Sequence[TextRatios], k: int, block: bool
+    texts: Sequence[Text], ratios: Sequence[TextRatios], k: int, block: bool
 ) -> Iterator[tuple[float, bool]]:
-    """Of every depth that the decoder tried: its chance in the table, and whether it was taken."""
-    for text, table in zip(texts, tables, strict=True):
-        S = survivals(table, k, block)
+    """Of every depth that the decoder tried: its chance by replay, and whether it was accepted."""
+    for text, found in zip(texts, ratios, strict=True):
+        S = survivals(found, k, block)
         for anchor, _, accepted in text.rounds:
             i = anchor - len(text.prompt) + 1
-            for j in range(min(k, int(table.limit[i]), accepted + 1)):
+            for j in range(min(k, int(found.limit[i]), accepted + 1)):
                 yield float(S[i, j + 1] / S[i, j]) if S[i, j] > 0 else 0.0, accepted > j
 
 
-def _first_split(prompt: int, text: Text, table: TextRatios, k: int) -> Split | None:
+def _first_split(prompt: int, text: Text, ratios: TextRatios, k: int) -> Split | None:
     """The first round in which a deterministic decoder left replay's walk, or None."""
     first = len(text.prompt) - 1  # the anchor whose root is the text's token 0
     walked = [(r.anchor - first, r.accepted) for r in text.rounds]
     i = 0
     for anchor, accepted in walked:
-        limit = min(k, int(table.limit[i])) if i < len(table.limit) else 0
+        limit = min(k, int(ratios.limit[i])) if i < len(ratios.limit) else 0
         m = 0
-        while m < limit and table.chance[i, m] == 1.0:
+        while m < limit and ratios.chance[i, m] == 1.0:
             m += 1
         if anchor != i or accepted != m:
             depth = min(m, accepted)
-            gap = float(table.gap[i, depth]) if depth < table.gap.shape[1] else math.inf
+            gap = float(ratios.gap[i, depth]) if depth < ratios.gap.shape[1] else math.inf
             return Split(prompt, anchor, depth, gap)
         i += 1 + m
-    if i < table.tokens:
+    if i < ratios.tokens:
         return Split(prompt, i, 0, math.inf)
     return None

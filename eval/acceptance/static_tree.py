@@ -24,7 +24,7 @@ from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.policy import StaticTree
 from draftsmith.eval.acceptance.intervals import Array, tau
 from draftsmith.eval.acceptance.recall import ranks
-from draftsmith.eval.acceptance.walk import walk
+from draftsmith.eval.acceptance.walk import walk_tree
 
 RANKS = 16  # choices of a depth that are counted
 
@@ -47,7 +47,7 @@ def calibrate(drafter: Drafter, batches: Sequence[Batch], k: int, budget: int) -
     """
     rates = hit_rates(drafter, batches, k)
     tree, expected = best_tree(rates, budget)
-    walks = [found for batch in batches for found in walk(drafter, batch, tree)]
+    walks = [found for batch in batches for found in walk_tree(drafter, batch, tree)]
     passes = sum(len(found.rounds) for found in walks)
     walked = tau(sum(found.tokens for found in walks), passes)
     return Calibrated(tree, rates, expected, float("nan") if walked is None else walked)

@@ -47,13 +47,13 @@ def tail_z(total: int, mean: float, wave: Wave) -> float:
     """
     middle = WINDOW // 2 - round(mean)
     law = np.roll(np.fft.irfft(wave, WINDOW), middle)  # law[n]: chance of n - middle
-    at = min(max(total + middle, 0), WINDOW - 1)
-    low, high = float(law[: at + 1].sum()), float(law[at:].sum())
+    place = min(max(total + middle, 0), WINDOW - 1)
+    low, high = float(law[: place + 1].sum()), float(law[place:].sum())
     z = NormalDist().inv_cdf(min(max(low, _LEAST), max(high, _LEAST), 0.5))
     return z if low < high else abs(z)
 
 
-def count_wave(tables: Sequence[TextRatios], k: int, count: int, block: bool = False) -> Wave:
+def count_wave(texts: Sequence[TextRatios], k: int, count: int, block: bool = False) -> Wave:
     """Of one of [passes, accepted at depth 0, 1, ..] over all texts, by the recursion of moments.
 
     The chance to count n from an anchor on is a sum over the drafts m that its round accepts, and
@@ -61,8 +61,8 @@ def count_wave(tables: Sequence[TextRatios], k: int, count: int, block: bool = F
     """
     turn = np.exp(per_round(k)[:, count, None] * _ROOTS)  # (k + 1, F)
     out = np.ones_like(_ROOTS)
-    for table in tables:
-        S = survivals(table, k, block)
+    for text in texts:
+        S = survivals(text, k, block)
         P = S[:, :-1] - S[:, 1:]  # (L, k + 1)
         L = len(P)
         after = np.ones((L + k + 1, len(_ROOTS)), dtype=complex)

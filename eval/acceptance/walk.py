@@ -22,7 +22,7 @@ from draftsmith.eval.decoder.text import Round
 
 
 @dataclass
-class Walk:
+class TreeWalk:
     """The rounds of one text, and for each how near its tree was to another choice of nodes."""
 
     rounds: list[Round]
@@ -70,15 +70,15 @@ def _spans(batch: Batch) -> _Spans:
 
 
 @torch.no_grad()
-def walk(drafter: Drafter, batch: Batch, policy: Policy) -> list[Walk]:
+def walk_tree(drafter: Drafter, batch: Batch, policy: Policy) -> list[TreeWalk]:
     """The rounds that decoding under `policy` takes for each text of a batch the target has read.
 
     For policies whose drafts are a deterministic function of the state. Texts come in the order
-    of `replay.tables`.
+    of `replay.text_ratios`.
     """
     spans = _spans(batch)
     n = len(spans.source)
-    walks = [Walk([], [], int(e - a - 1)) for a, e in zip(spans.anchor, spans.end, strict=True)]
+    walks = [TreeWalk([], [], int(e - a - 1)) for a, e in zip(spans.anchor, spans.end, strict=True)]
     if not n:
         return walks
     rows = spans.source.unsqueeze(1)
@@ -88,9 +88,9 @@ def walk(drafter: Drafter, batch: Batch, policy: Policy) -> list[Walk]:
     def feed(start: Tensor, counts: Tensor) -> None:
         """The next counts (n,) tokens of each text from position start (n,) on."""
         offset = torch.arange(max(int(counts.max()), 1), device=batch.device)
-        at = (start.unsqueeze(1) + offset).clamp(max=batch.tokens.shape[1] - 1)
-        features = {name: of[rows, at] for name, of in batch.features.items()}
-        drafter.extend(state, batch.tokens[rows, at], features, counts)
+        places = (start.unsqueeze(1) + offset).clamp(max=batch.tokens.shape[1] - 1)
+        features = {name: feature[rows, places] for name, feature in batch.features.items()}
+        drafter.extend(state, batch.tokens[rows, places], features, counts)
 
     anchor = spans.anchor.clone()
     feed(spans.first, anchor - spans.first + 1)
@@ -100,21 +100,21 @@ def walk(drafter: Drafter, batch: Batch, policy: Policy) -> list[Walk]:
         going = anchor + 1 < spans.end
         root = batch.tokens[spans.source, (anchor + 1).clamp(max=batch.tokens.shape[1] - 1)]
         proposal = drafter.propose(state, root, policy, batch.sampler, none)
-        depth, above = tree_shape(proposal.parents)  # (n, N), (n, N, N)
+        depth, ancestors = tree_shape(proposal.parents)  # (n, N), (n, N, N)
         node = torch.arange(depth.shape[1], device=batch.device)
         valid = node < proposal.length.unsqueeze(1)
-        stands = anchor.unsqueeze(1) + 1 + depth  # where each node would stand in the text
-        within = stands <= spans.end.unsqueeze(1)
-        text = batch.tokens[rows, stands.clamp(max=batch.tokens.shape[1] - 1)]
+        position = anchor.unsqueeze(1) + 1 + depth  # of each node in the text
+        within = position <= spans.end.unsqueeze(1)
+        text = batch.tokens[rows, position.clamp(max=batch.tokens.shape[1] - 1)]
         right = valid & within & (proposal.tokens == text)
-        whole = right & ~(above & ~right.unsqueeze(1)).any(2)
+        whole = right & ~(ancestors & ~right.unsqueeze(1)).any(2)
         accepted = torch.where(whole, depth, 0).amax(1)
         proposed = torch.where(valid & within, depth, 0).amax(1)
         margin = proposal.margin
         for b in going.nonzero().flatten().tolist():
             # Positions within the text, as the decoder numbers them.
-            at = int(anchor[b] - spans.first[b])
-            walks[b].rounds.append(Round(at, int(proposed[b]), int(accepted[b])))
+            start = int(anchor[b] - spans.first[b])
+            walks[b].rounds.append(Round(start, int(proposed[b]), int(accepted[b])))
             walks[b].margins.append(float("inf") if margin is None else float(margin[b]))
         counts = torch.where(going, accepted + 1, 0)
         feed(anchor + 1, counts)

@@ -1,4 +1,4 @@
-"""A server's counters against replay's walk of the text that the server itself wrote.
+"""A server's counters against the rounds that replay expects on the text the server itself wrote.
 
 Both servers draft greedily by default, at any temperature (drawn drafts: sampled.py), and take the
 draft as a point mass: vLLM accepts it with chance p, and what it draws instead is never the draft;
@@ -30,8 +30,8 @@ from draftsmith.eval.servers.client import Answer, Counters
 
 
 @dataclass
-class Walk:
-    """Replay's rounds through one answer, as a server counts them.
+class ExpectedRounds:
+    """The rounds that drafts take through one answer, as a server counts them.
 
     passes: verify passes, plain steps included. tried (k,): drafts at each position. hidden: how
     many of the last round's drafts lie past the text's end, 0 where no round was cut. ties: fp32
@@ -65,23 +65,25 @@ def _padded(accepted: Sequence[int], k: int) -> list[int]:
     return list(accepted) + [0] * (k - len(accepted))
 
 
-def walk(table: TextRatios, k: int, shortens: bool, flip: int | None = None) -> Walk:
+def expected_rounds(
+    text: TextRatios, k: int, shortens: bool, flip: int | None = None
+) -> ExpectedRounds:
     """The rounds that greedy drafts of length k take through a text.
 
     shortens: the server drafts at most as many tokens as are left but one, and none for the last.
     flip: the number of the fp32 tie, in the order met, that is decided the other way.
     """
-    last = len(table.limit) - 1  # the text's last token; token 0 is prefill's
+    last = len(text.limit) - 1  # the text's last token; token 0 is prefill's
     drafts = drafted = passes = hidden = ties = 0
     accepted, tried = [0] * k, [0] * k
     root = 0
     while root < last:
         length = min(k, last - root - 1) if shortens else k
-        known = min(length, int(table.limit[root]))  # drafts within the text
+        known = min(length, int(text.limit[root]))  # drafts within the text
         m = 0
         while m < known:
-            right = bool(table.ratio[root, m] == 1.0)
-            if table.gap[root, m] < TIE:
+            right = bool(text.ratio[root, m] == 1.0)
+            if text.gap[root, m] < TIE:
                 right ^= ties == flip
                 ties += 1
             if not right:
@@ -97,7 +99,7 @@ def walk(table: TextRatios, k: int, shortens: bool, flip: int | None = None) -> 
         root += 1 + m
     tokens = last + 1
     counted = Counters(drafts, drafted, tuple(accepted), tokens)
-    return Walk(counted, passes, tried, hidden, ties)
+    return ExpectedRounds(counted, passes, tried, hidden, ties)
 
 
 @dataclass
@@ -143,15 +145,19 @@ class Agreement:
 
 
 def compare(
-    answers: Sequence[Answer], of: Sequence[TextRatios], k: int, temperature: float, shortens: bool
+    answers: Sequence[Answer],
+    texts: Sequence[TextRatios],
+    k: int,
+    temperature: float,
+    shortens: bool,
 ) -> Agreement:
-    """Compares answers' counters with replay's tables of the same texts, in the same order."""
+    """Compares answers' counters with replay's ratios of the same texts, in the same order."""
     zero = Counters(accepted=(0,) * k)
     out = Agreement(k, temperature, len(answers), zero, zero, 0, [0] * k, 0, [0] * k)
-    for i, (answer, table) in enumerate(zip(answers, of, strict=True)):
-        found = walk(table, k, shortens)
+    for i, (answer, ratios) in enumerate(zip(answers, texts, strict=True)):
+        found = expected_rounds(ratios, k, shortens)
         if not found.equals(answer.counted):
-            others = (walk(table, k, shortens, flip) for flip in range(found.ties))
+            others = (expected_rounds(ratios, k, shortens, flip) for flip in range(found.ties))
             tied = next((other for other in others if other.equals(answer.counted)), None)
             (out.ties if tied else out.splits).append(i)
             found = tied or found
@@ -173,11 +179,11 @@ def replayed(
     k: int,
     temperature: float = 0.0,
 ) -> list[TextRatios]:
-    """Replay's table of every answer: drafts drawn at the temperature, which is the answers' too,
+    """Replay's ratios of every answer: drafts drawn at the temperature, which is the answers' too,
     or at 0 taken as point masses, in answers of any temperature."""
     texts = [Text(answer.prompt, answer.tokens) for answer in answers]
     batches = read_texts(target, drafter, texts, Sampler(temperature))
-    return [table for batch in batches for table in text_ratios(drafter, batch, k)]
+    return [text for batch in batches for text in text_ratios(drafter, batch, k)]
 
 
 @dataclass
@@ -197,12 +203,12 @@ def differences(
     out = []
     for i, (one, other) in enumerate(zip(answers, plain, strict=True)):
         pairs = list(zip(one.tokens, other.tokens, strict=True))
-        at = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
-        if at is not None:
-            ids = one.prompt + one.tokens[:at]
+        place = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
+        if place is not None:
+            ids = one.prompt + one.tokens[:place]
             batch = batch_of([(ids, [False] * len(ids))], Sampler(0.0)).to(target.device)
             final = target.read(batch, ()).final
             assert final is not None
             top = target.head(final[0, -1]).float().topk(2).values
-            out.append(Difference(i, at, float(top[0] - top[1])))
+            out.append(Difference(i, place, float(top[0] - top[1])))
     return out

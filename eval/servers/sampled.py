@@ -9,7 +9,7 @@ first draft of a round is never among them. So a deeper count is known to within
 answer, and z is that of the count nearest to what is expected.
 
 Counts of greedy drafts, every server's default, can lie within those bounds. They are told by what
-they are: the greedy walk of agreement.py, answer by answer, which drawn drafts seldom take.
+they are: the rounds that agreement.py expects, answer by answer, which drawn drafts seldom take.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from draftsmith.eval.acceptance.tails import count_wave, z_score
 from draftsmith.eval.servers import agreement
 from draftsmith.eval.servers.client import Answer, Counters
 
-SELDOM = 1e-3  # drawn drafts that all walk as greedy ones do, by a smaller chance, are greedy ones
+SELDOM = 1e-3  # drawn drafts that all go as greedy ones do, by a smaller chance, are greedy ones
 
 
 @dataclass
@@ -85,7 +85,7 @@ def compare(
 ) -> Sampled:
     """Compares answers' counters with replay of the same texts, in the same order.
 
-    drawn, argmax: replay's tables with drafts drawn from q, and taken as point masses. The server
+    drawn, argmax: replay's ratios with drafts drawn from q, and taken as point masses. The server
     drafts k tokens in every round (`shortens` is False).
     """
     mean, variance = summarise(drawn, k).expected()
@@ -103,14 +103,14 @@ def compare(
         score = z_score(nearest, expected, variance[depth + 1], wave)
         z.append(0.0 if inside and score is not None else score)
         equal &= inside or score is not None or abs(nearest - expected) < 1e-6
-    walk = agreement.compare(answers, argmax, k, temperature, shortens=False)
+    greedy = agreement.compare(answers, argmax, k, temperature, shortens=False)
     pairs = zip(drawn, answers, strict=True)
-    chance = math.prod(_chance(table, k, answer.counted.drafts) for table, answer in pairs)
+    chance = math.prod(_chance(text, k, answer.counted.drafts) for text, answer in pairs)
     return Sampled(
         k, temperature, len(answers), total, mean, z, equal,
         cut=sum(n > 0 for n in over),
         past_end=sum(max(n - 1, 0) for n in over),
-        greedy=not walk.splits and chance < SELDOM,
+        greedy=not greedy.splits and chance < SELDOM,
         splits=[i for i, answer in enumerate(answers) if not _possible(answer, over[i], k)],
     )  # fmt: skip
 
@@ -126,9 +126,9 @@ def _possible(answer: Answer, over: int, k: int) -> bool:
     return 0 <= over <= k and counted.drafted == k * counted.drafts
 
 
-def _chance(table: TextRatios, k: int, passes: int) -> float:
+def _chance(text: TextRatios, k: int, passes: int) -> float:
     """The chance that drawn drafts take so many verify passes through a text."""
-    S = survivals(table, k)
+    S = survivals(text, k)
     P = S[:, :-1] - S[:, 1:]  # (L, k + 1): m drafts are accepted
     L = len(P)
     ways = np.zeros((L + k + 1, passes + 1))  # from root i on, in n passes

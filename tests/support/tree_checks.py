@@ -16,7 +16,7 @@ from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.policy import StaticTree, Tree
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.eval.acceptance.parity import Parity, compare_trees
-from draftsmith.eval.acceptance.walk import walk
+from draftsmith.eval.acceptance.walk import walk_tree
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.text import Text
 
@@ -123,5 +123,5 @@ def trees_agree(made: Drafter, sampler: Sampler, policy: Policy) -> tuple[list[T
     """Forty texts decoded with a match tree, against the walk along them."""
     prompts = [[5], *tiny.prompts(39, 2, decoding.VOCAB)]
     texts = Decoder(made.target, made, policy).generate(prompts, sampler, 20, seed=7)
-    walks = walk(made, parity.read(made.target, texts, sampler, made), policy)
+    walks = walk_tree(made, parity.read(made.target, texts, sampler, made), policy)
     return texts, compare_trees(texts, walks, policy.k)

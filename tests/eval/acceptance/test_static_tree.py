@@ -99,7 +99,7 @@ def test_the_chosen_tree_walks_further_than_others() -> None:
     assert found.tau == pytest.approx(found.expected_tau, rel=0.1)
 
     def tau(tree: StaticTree) -> float:
-        walks = static_tree.walk(made, batches[0], tree)
+        walks = static_tree.walk_tree(made, batches[0], tree)
         return sum(w.tokens for w in walks) / sum(len(w.rounds) for w in walks)
 
     assert found.tau == tau(found.tree)

@@ -20,7 +20,7 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.attention import tree_shape
 from draftsmith.eval.acceptance.parity import compare
 from draftsmith.eval.acceptance.replay import summarise
-from draftsmith.eval.acceptance.walk import walk
+from draftsmith.eval.acceptance.walk import walk_tree
 from draftsmith.eval.certify.subject import top_gap
 from draftsmith.eval.decoder import accept
 from draftsmith.eval.decoder.loop import Decoder
@@ -185,7 +185,7 @@ def test_the_walk_says_where_prompts_end(monkeypatch: pytest.MonkeyPatch) -> Non
             return plain(*args)
 
         monkeypatch.setattr(type(made), name, noted)
-    walk(made, batch, Policy(3))
+    walk_tree(made, batch, Policy(3))
     assert called == ["extend", "begin", *["propose", "extend"] * (len(called) // 2 - 1)]
     assert len(called) > 4
 

@@ -24,7 +24,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance.parity import TIE
 from draftsmith.eval.acceptance.replay import TextRatios
 from draftsmith.eval.servers import agreement, sampled
-from draftsmith.eval.servers.agreement import compare, replayed, walk
+from draftsmith.eval.servers.agreement import compare, expected_rounds, replayed
 from draftsmith.eval.servers.client import Answer, Counters, parse_counters
 from fake_server import argmax_drafts, served
 
@@ -118,7 +118,7 @@ def test_walks_count_what_a_server_counts(shortens: bool) -> None:
         share = generator.choice([0.2, 0.6, 0.95])
         right = [[generator.random() < share for _ in range(K)] for _ in range(tokens + K)]
         counted, passes, past = simulated(right, tokens, shortens)
-        found = walk(table(right, tokens), K, shortens)
+        found = expected_rounds(table(right, tokens), K, shortens)
         assert found.equals(counted) and found.passes == passes
         assert sum(found.tried) == counted.drafted and found.tried[0] == counted.drafts
         known = [a - b for a, b in zip(counted.accepted, past, strict=True)]
@@ -137,9 +137,9 @@ def test_walks_count_what_a_server_counts(shortens: bool) -> None:
 def test_a_cut_round_accepts_in_order() -> None:
     """Of two hidden drafts the second cannot be accepted without the first."""
     right = [[True, True, True]] * 5
-    found = walk(table(right, 3), K, False)
+    found = expected_rounds(table(right, 3), K, False)
     assert found.hidden == 1 and found.counted == Counters(1, 3, (1, 1, 0), 3)
-    found = walk(table(right, 2), K, False)
+    found = expected_rounds(table(right, 2), K, False)
     assert found.hidden == 2 and found.equals(Counters(1, 3, (1, 1, 0), 2))
     assert not found.equals(Counters(1, 3, (1, 0, 1), 2))
 
@@ -207,15 +207,17 @@ def test_a_faulty_walk_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> N
     right = drafter(0, 1, 3)
     given = answers(right, 0.0)
     tables = replayed(target(), right, given, K)
-    true = walk
+    true = expected_rounds
 
-    def faulty(of: TextRatios, k: int, shortens: bool, flip: int | None = None) -> agreement.Walk:
+    def faulty(
+        of: TextRatios, k: int, shortens: bool, flip: int | None = None
+    ) -> agreement.ExpectedRounds:
         if fault == "limit":  # drafts shortened where the server does not
             return true(of, k, not shortens, flip)
         weight = np.roll(of.ratio, 1, axis=1 if fault == "position" else 0)
         return true(TextRatios(weight, of.limit, of.gap, of.prompt), k, shortens, flip)
 
-    monkeypatch.setattr(agreement, "walk", faulty)
+    monkeypatch.setattr(agreement, "expected_rounds", faulty)
     assert not compare(given, tables, K, 0.0, False).holds
 
 

@@ -24,7 +24,7 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance.replay import replay
 from draftsmith.eval.decoder.loop import Decoder
-from draftsmith.eval.evaluate import read_texts
+from draftsmith.eval.evaluate import read_decoded
 from draftsmith.train.data.chat_template import encode
 from draftsmith.train.data.sources import read_prompts
 
@@ -48,7 +48,7 @@ def measure(folder: Path) -> dict[str, Any]:
     ]
     decoded = time.perf_counter() - began
     began = time.perf_counter()
-    found = replay(drafter, read_texts(target, drafter, texts, sampler, rows=1), K)[K]
+    found = replay(drafter, read_decoded(target, drafter, texts, sampler, batch_size=1), K)[K]
     replayed = time.perf_counter() - began
     tokens = np.array([len(t.tokens) - 1 for t in texts], dtype=float)
     passes = np.array([len(t.rounds) for t in texts], dtype=float)

@@ -78,7 +78,7 @@ class Evaluation:
     policy: Policy
     max_new_tokens: int
     prompts: int
-    replay: Replayed | None
+    replay: ReplayedTexts | None
     by_domain: dict[str, Acceptance] | None
     repetitive: dict[str, Acceptance] | None
     decode: Decoded
@@ -138,7 +138,7 @@ def evaluate(
 
     k = policy.k
     deterministic = sampler.greedy or drafter.deterministic or not policy.sampled
-    batches = read_texts(target, drafter, texts, sampler)
+    batches = read_decoded(target, drafter, texts, sampler)
     found = replay_of(drafter, batches, texts, policy, deterministic, seed)
     answers = [text.tokens for text in texts]
     same = sum(a.texts[0].tokens == b.texts[0].tokens for a, b in zip(drafted, plain, strict=True))
@@ -225,7 +225,7 @@ def _decoded(
 
 
 @dataclass
-class Replayed:
+class ReplayedTexts:
     """Replay of decoded texts under a policy, and its parity with what was decoded."""
 
     parts: list[Part]
@@ -241,7 +241,7 @@ def replay_of(
     policy: Policy,
     deterministic: bool,
     seed: int = 0,
-) -> Replayed | None:
+) -> ReplayedTexts | None:
     """Replay of decoded texts, read into batches in their order, and its parity with them.
 
     None for a drawn tree: given its text, what it accepts is no expectation we can take.
@@ -251,24 +251,24 @@ def replay_of(
         by_k = replay(drafter, batches, k, seed, policy.block)
         parity = compare(texts, by_k[k], deterministic)
         tau_by_k = {str(j): r.pooled.tau for j, r in by_k.items()}
-        return Replayed(by_k[k].parts, by_k[k].pooled, tau_by_k, parity)
+        return ReplayedTexts(by_k[k].parts, by_k[k].pooled, tau_by_k, parity)
     if policy.sampled:
         return None
     walks = [found for batch in batches for found in walk_tree(drafter, batch, policy)]
     parts = [Part(i, found.tokens, found.counts(k)) for i, found in enumerate(walks)]
     parity = compare_trees(texts, walks, k)
-    return Replayed(parts, acceptance(parts, k, seed), {}, parity)
+    return ReplayedTexts(parts, acceptance(parts, k, seed), {}, parity)
 
 
-def read_texts(
-    target: Target, drafter: Drafter, texts: Sequence[Text], sampler: Sampler, rows: int = 8
+def read_decoded(
+    target: Target, drafter: Drafter, texts: Sequence[Text], sampler: Sampler, batch_size: int = 8
 ) -> list[Batch]:
-    """Batches of at most `rows` decoded texts, in order, read by the target."""
+    """Batches of at most `batch_size` decoded texts, in order, read by the target."""
     out = []
-    for i in range(0, len(texts), rows):
+    for i in range(0, len(texts), batch_size):
         pairs = [
             (t.prompt + t.tokens, [False] * len(t.prompt) + [True] * len(t.tokens))
-            for t in texts[i : i + rows]
+            for t in texts[i : i + batch_size]
         ]
         batch = batch_of(pairs, sampler).to(target.device)
         out.append(target.read(batch, drafter.taps))

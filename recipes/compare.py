@@ -26,7 +26,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance.intervals import expected_tau
 from draftsmith.eval.acceptance.recall import diagnose
 from draftsmith.eval.acceptance.replay import replay, replay_report
-from draftsmith.eval.evaluate import count_parameters, evaluate, read_texts
+from draftsmith.eval.evaluate import count_parameters, evaluate, read_decoded
 from draftsmith.eval.report.provenance import provenance
 from draftsmith.eval.report.report import drafting_of, label
 from draftsmith.eval.speed import model
@@ -182,7 +182,7 @@ def _at(
     line: CountLine,
 ) -> dict[str, Any]:
     """Acceptance, diagnosis and speed at one sampler; line counts prompts decoded."""
-    read: list[Batch] = read_texts(target, drafter, held.texts, held.sampler)
+    read: list[Batch] = read_decoded(target, drafter, held.texts, held.sampler)
     answers = [text.tokens for text in held.texts]
     by_k = replay(drafter, read, k, settings.seed)
     accepted = replay_report(by_k, held.domains, answers)

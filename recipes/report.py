@@ -26,7 +26,7 @@ from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance.replay import replay, replay_report
-from draftsmith.eval.evaluate import count_parameters, evaluate, read_texts
+from draftsmith.eval.evaluate import count_parameters, evaluate, read_decoded
 from draftsmith.eval.report import report as pages
 from draftsmith.eval.report.provenance import provenance
 from draftsmith.eval.report.sample_text import sample_text
@@ -167,7 +167,7 @@ def _replays(
         drafter, found = storage.load(place, target), {}
         for name, held in sets.items():
             if name not in read:
-                read[name] = read_texts(target, drafter, held.texts, held.sampler)
+                read[name] = read_decoded(target, drafter, held.texts, held.sampler)
             answers = [text.tokens for text in held.texts]
             by_k = replay(drafter, read[name], k, seed)
             found[name] = replay_report(by_k, held.domains, answers, seed)

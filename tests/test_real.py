@@ -28,7 +28,7 @@ from draftsmith.eval.acceptance.parity import Parity, compare
 from draftsmith.eval.acceptance.replay import replay
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.text import Text
-from draftsmith.eval.evaluate import read_texts
+from draftsmith.eval.evaluate import read_decoded
 
 pytestmark = pytest.mark.real
 
@@ -158,7 +158,7 @@ def test_greedy_text_equals_generate(
 
 
 def parity(target: Target, drafter: Drafter, texts: list[Text], sampler: Sampler) -> Parity:
-    found = replay(drafter, read_texts(target, drafter, texts, sampler), K)[K]
+    found = replay(drafter, read_decoded(target, drafter, texts, sampler), K)[K]
     deterministic = sampler.greedy or drafter.deterministic
     return compare(texts, found, deterministic)
 

@@ -31,7 +31,7 @@ from draftsmith.eval.certify.subject import GREEDY, WARM, Outcome, Steps, Subjec
 from draftsmith.eval.certify.texts import half_precision, text_steps
 from draftsmith.eval.decoder import accept
 from draftsmith.eval.decoder.accept import Accepted, chain
-from draftsmith.eval.evaluate import read_texts, replay_of
+from draftsmith.eval.evaluate import read_decoded, replay_of
 
 EXACT = 1e-12  # of a chance, in float64
 WRONG = 1e-3  # a wrong rule must miss by more
@@ -90,7 +90,7 @@ def _parity_step(
 ) -> Callable[[], Outcome]:
     def step() -> Outcome:
         texts = subject.decode(drafter, policy, sampler, subject.all, name)
-        batches = read_texts(subject.target, drafter, texts, sampler)
+        batches = read_decoded(subject.target, drafter, texts, sampler)
         found = replay_of(drafter, batches, texts, policy, deterministic)
         assert found is not None  # `policies` holds no drawn tree
         parity = found.parity

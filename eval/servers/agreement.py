@@ -25,7 +25,7 @@ from draftsmith.eval.acceptance.intervals import tau
 from draftsmith.eval.acceptance.parity import TIE
 from draftsmith.eval.acceptance.replay import TextRatios, text_ratios
 from draftsmith.eval.decoder.text import Text
-from draftsmith.eval.evaluate import read_texts
+from draftsmith.eval.evaluate import read_decoded
 from draftsmith.eval.servers.client import Answer, Counters
 
 
@@ -182,7 +182,7 @@ def replayed(
     """Replay's ratios of every answer: drafts drawn at the temperature, which is the answers' too,
     or at 0 taken as point masses, in answers of any temperature."""
     texts = [Text(answer.prompt, answer.tokens) for answer in answers]
-    batches = read_texts(target, drafter, texts, Sampler(temperature))
+    batches = read_decoded(target, drafter, texts, Sampler(temperature))
     return [text for batch in batches for text in text_ratios(drafter, batch, k)]
 
 

@@ -402,7 +402,7 @@ def test_a_report_whose_parity_is_broken_exits_1(
     """Planted fault: replay reads a feature of the neighbouring layer; the command says so."""
     from draftsmith.eval import evaluate
 
-    read = evaluate.read_texts
+    read = evaluate.read_decoded
 
     def shifted(target: Target, drafter: Any, *rest: Any) -> Any:
         batches = read(target, drafter, *rest)
@@ -411,7 +411,7 @@ def test_a_report_whose_parity_is_broken_exits_1(
             batch.features = dict(zip(map(str, drafter.taps), [*others, first], strict=True))
         return batches
 
-    monkeypatch.setattr(evaluate, "read_texts", shifted)
+    monkeypatch.setattr(evaluate, "read_decoded", shifted)
     words = [
         "eval",
         saved["eagle"],

@@ -80,7 +80,7 @@ def copy(run: Path, place: Path) -> Path:
 def test_a_second_report_makes_nothing(
     run: Path, report: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("evaluate", "replay", "sample_text", "read_texts"):
+    for name in ("evaluate", "replay", "sample_text", "read_decoded"):
         monkeypatch.setattr(recipe_report, name, _never)
     monkeypatch.setattr(model, "measure", _never)
     monkeypatch.setattr(Decoder, "generate", _never)

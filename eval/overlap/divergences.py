@@ -42,7 +42,7 @@ Tensors = tuple[Tensor, ...]
 
 
 def cuts(sampler: Sampler) -> bool:
-    """Whether it leaves tokens out of a law that has all of them."""
+    """Whether a sampler gives some tokens no chance that the law itself gives one."""
     return not sampler.greedy and (sampler.top_k > 0 or sampler.top_p < 1.0)
 
 
@@ -58,7 +58,7 @@ class TargetLaw:
     plogp: Tensor
 
     @classmethod
-    def of(
+    def from_logits(
         cls, logits: Tensor, which: Tensor, token: Tensor, vocab: VocabMap, sampler: Sampler
     ) -> tuple[TargetLaw, Tensor]:
         """The law of logits (m, V), and log p (n,) of token (n,) at position which (n,)."""
@@ -112,7 +112,7 @@ def _measure(
         top = z.topk(min(2, z.shape[1]), dim=1).values
         gap = top[:, 0] - top[:, -1]
     else:
-        logq = torch.where(token >= 0, _at(log_q, token), float("-inf"))
+        logq = torch.where(token >= 0, _pick(log_q, token), float("-inf"))
         gap = torch.full_like(alpha, float("inf"))
     return alpha, logq, gap, (largest + total.log()).squeeze(1), *values, *cut
 
@@ -133,14 +133,14 @@ def _slope(
     p_raw = p if raw is served else raw.index_select(0, which)
     weights = weights / (sampler.temperature or 1.0)
     zero = torch.zeros_like(normaliser)
-    of_q, of_raw, at_token = zero, zero, zero  # (n,) what q, the raw q and 1[i = x] are taken times
-    parts: list[tuple[Tensor, Tensor]] = []  # values (n, Vd), and what they are taken times
+    of_q, of_raw, at_token = zero, zero, zero  # (n,) factors of q, the raw q and 1[i = x]
+    parts: list[tuple[Tensor, Tensor]] = []  # values (n, Vd), and their factors
     best = None
     for name, weight in zip(names, weights.unbind(1), strict=True):
         if name == "alpha":
-            below = q * (q <= p)
-            of_q = of_q - weight * below.sum(1)
-            parts.append((below, weight))
+            covered = q * (q <= p)
+            of_q = of_q - weight * covered.sum(1)
+            parts.append((covered, weight))
         elif name == "logq":
             of_q, at_token = of_q - weight, at_token + weight
         elif name == "ce":
@@ -174,7 +174,7 @@ def _divergence(
 ) -> Tensor:
     """One divergence (n,) of p and q (n, Vd); mass and plogp (n,) of p's rows."""
     if name == "ce":
-        return torch.where(token >= 0, -_at(log_q, token), 0.0)
+        return torch.where(token >= 0, -_pick(log_q, token), 0.0)
     if name == "kl":
         return plogp - (p * log_q).sum(1)
     if name == "top_k":
@@ -204,7 +204,7 @@ def _scaled(logits: Tensor, sampler: Sampler) -> Tensor:
     return logits.float() / T if T != 1.0 else logits.float()
 
 
-def _at(values: Tensor, token: Tensor) -> Tensor:
+def _pick(values: Tensor, token: Tensor) -> Tensor:
     """values (n, Vd) at token (n,); at 0 where that is -1."""
     return values.gather(1, token.clamp(min=0).unsqueeze(1)).squeeze(1)
 

@@ -1,9 +1,8 @@
 """Row statistics of p and q: what losses and replay are made of.
 
-One row is one (anchor, depth): the target's law p for a token beside the drafter's law q. The
-scalars have their own backward, in fp32, and are meant to be called on one chunk of anchors with
-all their depths, so that no B*T*V tensor ever exists.
-Their gradients, and the passes over the vocabulary that they are made of: divergences.py.
+One row is one (anchor, depth): the target's law p for a token and the drafter's law q. The scalars
+have their own backward, in fp32, and are meant to be called on one chunk of anchors with all their
+depths, so that no B*T*V tensor ever exists. divergences.py holds the passes over the vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from draftsmith.drafters.target.shell import Shell
 from draftsmith.drafters.vocab import VocabMap
 from draftsmith.eval.overlap.divergences import TargetLaw, measure, slope
 
-CELLS = 1 << 14  # of (anchor, depth) whose hidden states are alive at a time
+CELLS = 1 << 14  # (anchor, depth) pairs whose hidden states are alive at a time
 
 
 @dataclass
@@ -69,7 +68,7 @@ def row_stats(
     if which is None:
         which = torch.arange(token.shape[0], device=token.device)
     with torch.no_grad():
-        law, logp = TargetLaw.of(target.head(final), which, token, vocab, sampler)
+        law, logp = TargetLaw.from_logits(target.head(final), which, token, vocab, sampler)
     names = tuple(divergences)
     alpha, logq, gap, *values = _Stats.apply(
         draft_logits, law, which, vocab.to_draft(token), sampler, names
@@ -95,8 +94,8 @@ class Chunk:
     which: Tensor
     token: Tensor
 
-    def spread(self, values: Tensor, missing: float) -> Tensor:
-        """Values (n,) per row laid out as (c, K)."""
+    def by_depth(self, values: Tensor, missing: float) -> Tensor:
+        """Values (n,) of rows as (c, K), each where its anchor and depth stand."""
         table = values.new_full(self.exists.shape, missing)
         return table.masked_scatter(self.exists, values[self.cell])
 
@@ -121,14 +120,13 @@ def chunks(batch: Batch, alignment: Alignment, unroll: Unroll, limit: int) -> It
     flat = torch.arange(B, device=batch.device).view(-1, 1, 1) * T + alignment.compare
     index, compare, label = (t.reshape(B * A, K) for t in (unroll.index, flat, alignment.label))
     used = (index >= 0).any(1).nonzero().squeeze(1)
-    for some in used.split(max(1, limit // K)):
-        here = index[some]  # (c, K)
-        exists = here >= 0
-        rows, cell = here[exists].unique(return_inverse=True)
-        position = torch.empty_like(rows).scatter_(0, cell, compare[some][exists])
-        token = torch.empty_like(rows).scatter_(0, cell, label[some][exists])
+    for anchor in used.split(max(1, limit // K)):
+        exists = index[anchor] >= 0  # (c, K)
+        rows, cell = index[anchor][exists].unique(return_inverse=True)
+        position = torch.empty_like(rows).scatter_(0, cell, compare[anchor][exists])
+        token = torch.empty_like(rows).scatter_(0, cell, label[anchor][exists])
         final, which = position.unique(return_inverse=True)
-        yield Chunk(some, exists, rows, cell, final, which, token)
+        yield Chunk(anchor, exists, rows, cell, final, which, token)
 
 
 def chunk_stats(
@@ -176,14 +174,14 @@ class _Stats(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         *shared, logits, which, token, logq, normaliser = ctx.saved_tensors[:9]
         cut = ctx.saved_tensors[9:]
-        given = {"alpha": g_alpha, "logq": g_logq} | dict(zip(ctx.names, g_values, strict=True))
+        grads = {"alpha": g_alpha, "logq": g_logq} | dict(zip(ctx.names, g_values, strict=True))
         if ctx.sampler.greedy:
-            del given["logq"]  # a step function
+            del grads["logq"]  # a step function
         # A token that q cuts has no gradient: its log-probability is -inf on a whole neighbourhood.
         smooth = {"logq": (token >= 0) & logq.isfinite(), "ce": token >= 0}
         weights = {
             name: torch.where(smooth[name], g, 0.0) if name in smooth else g
-            for name, g in given.items()
+            for name, g in grads.items()
             if g is not None
         }
         if not weights:

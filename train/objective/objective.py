@@ -243,19 +243,19 @@ def _cells(
     drafter: Drafter, batch: Batch, leaf: Unroll, chunk: Chunk, loss: Loss, mean_alpha: Tensor
 ) -> Cells:
     stats = chunk_stats(drafter, batch, leaf, chunk, loss.needs)
-    alpha = chunk.spread(stats.alpha, 0.0)
-    divergence = {name: chunk.spread(v, 0.0) for name, v in stats.divergence.items()}
+    alpha = chunk.by_depth(stats.alpha, 0.0)
+    divergence = {name: chunk.by_depth(v, 0.0) for name, v in stats.divergence.items()}
     own = None
     if drafter.own_weight:
         place = chunk.final[chunk.which]
         of_rows = drafter.own_loss(batch, leaf, chunk.rows, place, stats.alpha.detach())
-        own = chunk.spread(of_rows, 0.0)
+        own = chunk.by_depth(of_rows, 0.0)
     if batch.sampler.greedy:
         return Cells(alpha, alpha, alpha, divergence, mean_alpha, own)
     # Foreign text may hold tokens that p cuts; where q cuts them too the ratio is 0.
     known = stats.logp.isfinite() | stats.logq.isfinite()
     ratio = torch.where(known, stats.logq - stats.logp, float("-inf")).clamp(max=0.0).exp()
-    ratio, likelihood = chunk.spread(ratio, 0.0), chunk.spread(stats.logq.exp(), 0.0)
+    ratio, likelihood = chunk.by_depth(ratio, 0.0), chunk.by_depth(stats.logq.exp(), 0.0)
     return Cells(alpha, ratio, likelihood, divergence, mean_alpha, own)
 
 

@@ -325,9 +325,9 @@ def test_chunks_cover_every_cell_once(name: str, limit: int) -> None:
     assert all(part.exists.sum() <= max(limit, depths) for part in parts)
     wanted = cells(batch, depths)
     exists = torch.cat([part.exists for part in parts])
-    label = torch.cat([part.spread(part.token, -1) for part in parts])
-    compare = torch.cat([part.spread(part.final[part.which], -1) for part in parts])
-    rows = torch.cat([part.spread(part.rows, -1) for part in parts])
+    label = torch.cat([part.by_depth(part.token, -1) for part in parts])
+    compare = torch.cat([part.by_depth(part.final[part.which], -1) for part in parts])
+    rows = torch.cat([part.by_depth(part.rows, -1) for part in parts])
     assert int(exists.sum()) == len(wanted)
     anchors = list(dict.fromkeys((b, a) for b, a, _ in wanted))  # in order, each once
     assert len(anchors) == len(exists)
@@ -356,7 +356,7 @@ def table(
     out = []
     for part in chunks(batch, alignment, unroll, limit):
         stats = chunk_stats(model, batch, unroll, part, ("kl",))
-        cell = part.spread(value(stats), 0.0)
+        cell = part.by_depth(value(stats), 0.0)
         cell.sum().backward(retain_graph=True)
         out.append(cell.detach())
     grads = [w.grad.clone() for w in model.parameters() if w.grad is not None]

@@ -36,7 +36,7 @@ def certify(
     from draftsmith.drafters.target.target import Target
     from draftsmith.eval.certify.certify import certificate
     from draftsmith.eval.certify.certify import certify as run
-    from draftsmith.eval.certify.subject import Subject, untouched, untrained
+    from draftsmith.eval.certify.fixture import Fixture, untouched, untrained
     from draftsmith.eval.report.provenance import provenance
     from draftsmith.recipes.shared import check_file
     from draftsmith.train import disk
@@ -58,13 +58,13 @@ def certify(
             f"target {target}: no five prompts fit its {loaded.max_positions} positions; lower "
             "--max-new-tokens"
         )
-    subject = Subject(loaded, untouched(loaded), drafters, prompts, max_new_tokens)
+    fixture = Fixture(loaded, untouched(loaded), drafters, prompts, max_new_tokens)
     checks = []
 
     def begin(name: str) -> None:
         print(f"  ..  {name}", end="", file=sys.stderr, flush=True)
 
-    for check in run(subject, begin):
+    for check in run(fixture, begin):
         print("\r\033[K", end="", file=sys.stderr, flush=True)
         verdict = "pass" if check.passed else "FAIL"
         print(f"{verdict}  {check.name}: {check.figure} ({check.seconds:.1f} s)", flush=True)

@@ -16,14 +16,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import zip_longest
 
 import numpy as np
 
 from draftsmith.eval.acceptance.replay import ReplayResult, TextRatios, survivals
 from draftsmith.eval.acceptance.tails import FIXED, STEP, coin_wave, count_wave, z_score
 from draftsmith.eval.acceptance.walk import TreeWalk
-from draftsmith.eval.decoder.text import Text
+from draftsmith.eval.decoder.text import Text, first_difference
 
 TIE = 1e-3  # two logits closer than this are a tie in fp32
 Z_BOUND = 3.5
@@ -129,13 +128,11 @@ def compare_trees(texts: Sequence[Text], walks: Sequence[TreeWalk], k: int) -> P
     expected = [float(len(rounds)), *(float(sum(r.accepted > j for r in rounds)) for j in range(k))]
     found: list[Split | None] = []
     for i, (text, walk) in enumerate(zip(texts, walks, strict=True)):
-        pairs = list(zip_longest(text.rounds, walk.rounds))
-        parted = next((n for n, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+        parted = first_difference(text.rounds, walk.rounds)
         if parted is not None:
             margin = walk.margins[parted] if parted < len(walk.margins) else math.inf
-            anchor = (pairs[parted][1] or pairs[parted][0]).anchor
-            accepted = [r.accepted for r in pairs[parted] if r is not None]
-            found.append(Split(i, anchor, min(accepted), margin))
+            both = [*walk.rounds[parted : parted + 1], *text.rounds[parted : parted + 1]]
+            found.append(Split(i, both[0].anchor, min(r.accepted for r in both), margin))
     return _equal(texts, counted, expected, found)
 
 

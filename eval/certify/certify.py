@@ -27,7 +27,7 @@ from draftsmith.eval.certify.enumeration import (
     points,
     random_laws,
 )
-from draftsmith.eval.certify.subject import GREEDY, WARM, Outcome, Steps, Subject
+from draftsmith.eval.certify.fixture import GREEDY, WARM, CheckResult, Fixture, NamedChecks
 from draftsmith.eval.certify.texts import half_precision, text_steps
 from draftsmith.eval.decoder import accept
 from draftsmith.eval.decoder.accept import Accepted, chain
@@ -49,13 +49,13 @@ class Check:
     seconds: float
 
 
-def certify(subject: Subject, begin: Callable[[str], None] = lambda name: None) -> Iterator[Check]:
+def certify(fixture: Fixture, begin: Callable[[str], None] = lambda name: None) -> Iterator[Check]:
     """Runs every check, in order; begin(name) is called before each.
 
-    The last one turns `subject.theirs` into bf16.
+    The last one turns `fixture.theirs` into bf16.
     """
-    steps = [*rule_steps(), *text_steps(subject), *parity_steps(subject)]
-    steps.append(("bf16: texts differ only where tokens tie", lambda: half_precision(subject)))
+    steps = [*rule_steps(), *text_steps(fixture), *parity_steps(fixture)]
+    steps.append(("bf16: texts differ only where tokens tie", lambda: half_precision(fixture)))
     for name, step in steps:
         begin(name)
         started = time.perf_counter()
@@ -68,29 +68,29 @@ def certificate(checks: Sequence[Check]) -> dict[str, Any]:
     return {"holds": all(c.passed for c in checks), "checks": [asdict(c) for c in checks]}
 
 
-def parity_steps(subject: Subject) -> Steps:
+def parity_steps(fixture: Fixture) -> NamedChecks:
     """Counted against replayed, for every drafter, rule and temperature it can have."""
-    for name, drafter in subject.drafters.items():
-        for policy in subject.policies(drafter):
+    for name, drafter in fixture.drafters.items():
+        for policy in fixture.policies(drafter):
             for sampler in (GREEDY, WARM):
                 drawn = policy.sampled and not (sampler.greedy or drafter.deterministic)
                 for rule in (False, True) if policy.is_chain and drawn else (False,):
                     tried = Policy(policy.k, block=True) if rule else policy
                     label = f"parity, {tried}, T={sampler.temperature:g}, {name}"
-                    yield label, _parity_step(subject, name, drafter, tried, sampler, not drawn)
+                    yield label, _parity_step(fixture, name, drafter, tried, sampler, not drawn)
 
 
 def _parity_step(
-    subject: Subject,
+    fixture: Fixture,
     name: str,
     drafter: Drafter,
     policy: Policy,
     sampler: Sampler,
     deterministic: bool,
-) -> Callable[[], Outcome]:
-    def step() -> Outcome:
-        texts = subject.decode(drafter, policy, sampler, subject.all, name)
-        batches = read_decoded(subject.target, drafter, texts, sampler)
+) -> Callable[[], CheckResult]:
+    def step() -> CheckResult:
+        texts = fixture.decode(drafter, policy, sampler, fixture.all, name)
+        batches = read_decoded(fixture.target, drafter, texts, sampler)
         found = replay_of(drafter, batches, texts, policy, deterministic)
         assert found is not None  # `policies` holds no drawn tree
         parity = found.parity
@@ -109,10 +109,10 @@ def _parity_step(
 # ---------------------------------------------------------------- accept rules, and wrong ones
 
 
-def rule_steps() -> Steps:
+def rule_steps() -> NamedChecks:
     """Enumeration runs as the generators are drawn from, one check at a time."""
 
-    def bounded(found: Iterator[tuple[str, float]], exact: bool) -> Outcome:
+    def bounded(found: Iterator[tuple[str, float]], exact: bool) -> CheckResult:
         errors = dict(found)
         worst = max(errors.values()) if exact else min(errors.values())
         listed = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())

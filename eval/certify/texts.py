@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,82 +25,77 @@ from draftsmith.drafters.target.shell import Shell
 from draftsmith.drafters.target.slab import Slab
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance.parity import TIE
-from draftsmith.eval.certify.subject import (
+from draftsmith.eval.certify.fixture import (
     GREEDY,
     SEED,
     WARM,
-    Outcome,
-    Steps,
-    Subject,
-    divergence,
+    CheckResult,
+    Fixture,
+    NamedChecks,
     top_gap,
 )
 from draftsmith.eval.decoder.loop import Decoder
-from draftsmith.eval.decoder.text import Text, end_token
+from draftsmith.eval.decoder.text import Text, end_token, first_difference
 
 _RANKS = (0, 0, 1, 0, 2, 0, 3, 1)  # of the right token in `Rehearsed`, by the hash of its place
 
 
-def text_steps(subject: Subject) -> Steps:
+def text_steps(fixture: Fixture) -> NamedChecks:
     """Texts against transformers' own: no drafting, chains and trees, batch 1 and all prompts."""
     rehearsed: dict[Sampler, Drafter] = {}
     shapes: list[Policy] = [Policy(4)]
-    if subject.target.trees:
+    if fixture.target.trees:
         shapes += [Tree(3, budget=8, branch=4), StaticTree.of_widths((3, 2, 1))]
 
-    def knowing(sampler: Sampler) -> Drafter:
+    def rehearsed_for(sampler: Sampler) -> Drafter:
         """The drafter that has rehearsed the target's own texts, which transformers wrote at
         temperature 0 and the baseline loop, checked on its own, above."""
         if sampler not in rehearsed:
-            prompts = subject.prompts
             if sampler.greedy:
-                answers = [subject.generated(i) for i in subject.all]
+                answers = [fixture.generated(i) for i in fixture.all]
             else:
-                texts = subject.decode(None, Policy(1), sampler, subject.all, "baseline")
+                texts = fixture.decode(None, Policy(1), sampler, fixture.all, "baseline")
                 answers = [text.tokens for text in texts]
-            whole = {i: prompts[i] + answer for i, answer in enumerate(answers)}
-            rehearsed[sampler] = Rehearsed(subject.target, whole)
+            whole = {i: fixture.prompts[i] + answer for i, answer in enumerate(answers)}
+            rehearsed[sampler] = Rehearsed(fixture.target, whole)
         return rehearsed[sampler]
 
-    def plain(sampler: Sampler) -> Callable[[], Outcome]:
-        def step() -> Outcome:
-            texts = subject.decode(None, Policy(1), sampler, subject.all, "baseline")
-            return own_text(subject, texts, subject.all, sampler)
-
-        return step
-
-    def drafted(
-        of: Callable[[], Drafter], name: str, policy: Policy, sampler: Sampler, rows: list[int]
-    ) -> Callable[[], Outcome]:
-        def step() -> Outcome:
-            texts = subject.decode(of(), policy, sampler, rows, name)
-            return own_text(subject, texts, rows, sampler)
+    def check(
+        drafter: Callable[[], Drafter | None],
+        name: str,
+        policy: Policy,
+        sampler: Sampler,
+        rows: list[int],
+    ) -> Callable[[], CheckResult]:
+        def step() -> CheckResult:
+            texts = fixture.decode(drafter(), policy, sampler, rows, name)
+            return own_text(fixture, texts, rows, sampler)
 
         return step
 
     for sampler in (GREEDY, WARM):
-        yield f"baseline, T={sampler.temperature:g}: transformers' text", plain(sampler)
-        for rows in ([1], subject.all):
+        step = check(lambda: None, "baseline", Policy(1), sampler, fixture.all)
+        yield f"baseline, T={sampler.temperature:g}: transformers' text", step
+        for rows in ([1], fixture.all):
             for policy in shapes:
                 name = f"{policy}, T={sampler.temperature:g}, batch {len(rows)}, rehearsed"
-
-                def of(sampler: Sampler = sampler) -> Drafter:
-                    return knowing(sampler)
-
-                yield f"{name}: transformers' text", drafted(of, "rehearsed", policy, sampler, rows)
-        for name, drafter in subject.drafters.items():
-            for policy in subject.policies(drafter):
+                step = check(partial(rehearsed_for, sampler), "rehearsed", policy, sampler, rows)
+                yield f"{name}: transformers' text", step
+        for name, drafter in fixture.drafters.items():
+            for policy in fixture.policies(drafter):
                 if policy.sampled and not (sampler.greedy or drafter.deterministic):
                     continue  # its drafts are drawn: the law is the target's, the tokens are not
-                label = f"{policy}, T={sampler.temperature:g}, batch {len(subject.prompts)}, {name}"
-                step = drafted(lambda d=drafter: d, name, policy, sampler, subject.all)  # type: ignore[misc]
+                label = f"{policy}, T={sampler.temperature:g}, batch {len(fixture.prompts)}, {name}"
+                step = check(
+                    partial(fixture.drafters.get, name), name, policy, sampler, fixture.all
+                )
                 yield f"{label}: transformers' text", step
-    yield "a text that ends inside a block", lambda: _ends_inside(subject, knowing)
+    yield "a text that ends inside a block", lambda: _ends_inside(fixture, rehearsed_for)
 
 
 def own_text(
-    subject: Subject, texts: Sequence[Text], rows: Sequence[int], sampler: Sampler
-) -> Outcome:
+    fixture: Fixture, texts: Sequence[Text], rows: Sequence[int], sampler: Sampler
+) -> CheckResult:
     """Whether texts are those that transformers' laws give, up to fp32 ties.
 
     At temperature 0 against `generate`. Above, against plain sampling with the same noise: token by
@@ -109,13 +105,14 @@ def own_text(
     wrong: list[str] = []
     for row, text in zip(rows, texts, strict=True):
         if sampler.greedy:
-            at = divergence(text.tokens, subject.generated(row))
-            gap = top_gap(subject.theirs, text.prompt + text.tokens[:at]) if at is not None else 0.0
+            place = first_difference(text.tokens, fixture.generated(row))
+            prefix = text.prompt + text.tokens[:place]
+            gap = 0.0 if place is None else top_gap(fixture.theirs, prefix)
         else:
-            at, gap = _unlike_keyed(subject, text, row, sampler)
-        if at is not None:
+            place, gap = _unlike_keyed(fixture, text, row, sampler)
+        if place is not None:
             bound = TIE if sampler.greedy else TIE / 10
-            (ties if gap < bound else wrong).append(f"text {row} token {at} (gap {gap:.1e})")
+            (ties if gap < bound else wrong).append(f"text {row} token {place} (gap {gap:.1e})")
     tokens = sum(len(text.tokens) for text in texts)
     passes = sum(len(text.rounds) for text in texts)
     taken = sum(r.accepted for text in texts for r in text.rounds)
@@ -126,23 +123,23 @@ def own_text(
 
 @torch.no_grad()
 def _unlike_keyed(
-    subject: Subject, text: Text, row: int, sampler: Sampler
+    fixture: Fixture, text: Text, row: int, sampler: Sampler
 ) -> tuple[int | None, float]:
     """The first token that plain sampling would not have drawn, and by how much of u it missed."""
-    device = subject.target.device
+    device = fixture.target.device
     ids = torch.tensor([text.prompt + text.tokens], device=device)
     first = len(text.prompt)
-    law = sampler.probs(subject.theirs(ids, use_cache=False).logits[0, first - 1 : -1])  # (n, V)
+    law = sampler.probs(fixture.theirs(ids, use_cache=False).logits[0, first - 1 : -1])  # (n, V)
     position = torch.arange(first, ids.shape[1], device=device).unsqueeze(0)
     key = torch.tensor([row], device=device)
     uniform = Noise(SEED, key, torch.zeros_like(key)).uniform(Purpose.TARGET, position, 0)[0]
-    at = divergence(text.tokens, pick(law, uniform).tolist())
-    if at is None:
+    place = first_difference(text.tokens, pick(law, uniform).tolist())
+    if place is None:
         return None, 0.0
-    mass = law[at].double().cumsum(0)
-    u, token = float(uniform[at] * mass[-1]), text.tokens[at]
+    mass = law[place].double().cumsum(0)
+    u, token = float(uniform[place] * mass[-1]), text.tokens[place]
     low = float(mass[token - 1]) if token else 0.0
-    return at, max(low - u, u - float(mass[token]), 0.0)
+    return place, max(low - u, u - float(mass[token]), 0.0)
 
 
 def _inside(text: Text) -> list[int]:
@@ -152,17 +149,17 @@ def _inside(text: Text) -> list[int]:
     return [i for i in places if i + 1 < len(text.tokens)]
 
 
-def _ends_inside(subject: Subject, knowing: Callable[[Sampler], Drafter]) -> Outcome:
+def _ends_inside(fixture: Fixture, rehearsed_for: Callable[[Sampler], Drafter]) -> CheckResult:
     """An accepted draft becomes an end token: nothing after it may be kept."""
     tried = []
-    for policy in subject.policies(knowing(GREEDY)):
-        found = _first_inside(subject, knowing, policy)
+    for policy in fixture.policies(rehearsed_for(GREEDY)):
+        found = _first_inside(fixture, rehearsed_for, policy)
         if found is None:
             return False, f"{policy}: no text has a token that first comes inside a block"
         sampler, row, whole, i = found
         eos = whole[i]
-        text = subject.decode(knowing(sampler), policy, sampler, subject.all, eos=eos)[row]
-        known = subject.generate(row, eos) if sampler.greedy else whole[: i + 1]
+        text = fixture.decode(rehearsed_for(sampler), policy, sampler, fixture.all, eos=eos)[row]
+        known = fixture.generate(row, eos) if sampler.greedy else whole[: i + 1]
         if text.tokens != known or len(known) != i + 1 or text.finish != "stop":
             return (
                 False,
@@ -173,14 +170,14 @@ def _ends_inside(subject: Subject, knowing: Callable[[Sampler], Drafter]) -> Out
 
 
 def _first_inside(
-    subject: Subject, knowing: Callable[[Sampler], Drafter], policy: Policy
+    fixture: Fixture, rehearsed_for: Callable[[Sampler], Drafter], policy: Policy
 ) -> tuple[Sampler, int, list[int], int] | None:
     """A text's sampler, row and tokens, and a place inside a block whose token is new there.
 
     Greedy texts of a target that repeats itself may have none; sampled ones do.
     """
     for sampler in (GREEDY, WARM):
-        texts = subject.decode(knowing(sampler), policy, sampler, subject.all, "rehearsed")
+        texts = fixture.decode(rehearsed_for(sampler), policy, sampler, fixture.all, "rehearsed")
         for row, text in enumerate(texts):
             for i in _inside(text):
                 if text.tokens[i] not in text.tokens[:i]:
@@ -188,28 +185,28 @@ def _first_inside(
     return None
 
 
-def half_precision(subject: Subject) -> Outcome:
+def half_precision(fixture: Fixture) -> CheckResult:
     """Where a bf16 text leaves the baseline's, the two best tokens are as good as tied: in bf16
     logits depend on how many tokens a pass reads.
     """
     half = Target(
-        subject.theirs.to(torch.bfloat16), subject.target.tokenizer, subject.target.source
+        fixture.theirs.to(torch.bfloat16), fixture.target.tokenizer, fixture.target.source
     )
-    row, prompt = 1, subject.prompts[1]
+    row, prompt = 1, fixture.prompts[1]
     with end_token(half, None):
-        baseline = Decoder(half).generate([prompt], GREEDY, subject.tokens, rows=[row])[0]
+        baseline = Decoder(half).generate([prompt], GREEDY, fixture.tokens, rows=[row])[0]
         whole = {row: prompt + baseline.tokens}
         decoder = Decoder(half, Rehearsed(half, whole), Policy(4))
-        fast = decoder.generate([prompt], GREEDY, subject.tokens, rows=[row])[0]
+        fast = decoder.generate([prompt], GREEDY, fixture.tokens, rows=[row])[0]
     narrow, wide = _logits(half, whole[row], 1), _logits(half, whole[row], len(whole[row]))
     moved = (narrow - wide).abs().max().item()
     figure = f"max |d logit| between widths {moved:.3g}; "
-    at = divergence(fast.tokens, baseline.tokens)
-    if at is None:
+    place = first_difference(fast.tokens, baseline.tokens)
+    if place is None:
         return True, figure + f"{len(fast.tokens)} tokens are the baseline's"
-    first, second = narrow[len(prompt) - 1 + at].topk(2).values.tolist()
+    first, second = narrow[len(prompt) - 1 + place].topk(2).values.tolist()
     gap = first - second
-    figure += f"first divergence at token {at}, top-2 gap there {gap:.3g}"
+    figure += f"first divergence at token {place}, top-2 gap there {gap:.3g}"
     return gap <= 2 * moved, figure
 
 
@@ -272,7 +269,9 @@ class Rehearsed(Drafter[_RehearsedState]):
         noise: Noise,
     ) -> Proposal:
         places = zip(noise.rows.tolist(), state.length.tolist(), strict=True)
-        ranked = [[self._ranking(row, at + 1 + j) for j in range(policy.k)] for row, at in places]
+        ranked = [
+            [self._ranking(row, length + 1 + j) for j in range(policy.k)] for row, length in places
+        ]
         states = torch.stack([torch.stack(row) for row in ranked]).to(root.device)  # (B, k, V)
         greedy = Sampler(0.0)  # so that a chain is ranked too
         forward = from_states(self, states)

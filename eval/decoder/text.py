@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from draftsmith.drafters.target.shell import Shell
 
@@ -58,6 +58,14 @@ class Cutter:
         written = self.tokenizer.decode(text.tokens[-self.tail :])
         before = self.tokenizer.decode(text.tokens[-self.tail : -1])
         return any(written.count(s) > before.count(s) for s in self.stop)
+
+
+def first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> int | None:
+    """The first place where two sequences differ, their ends included; None: they are equal."""
+    if list(ours) == list(theirs):
+        return None
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
 
 
 def ends(target: Shell, eos: int | None) -> list[int]:

@@ -112,7 +112,7 @@ def _measure(
         top = z.topk(min(2, z.shape[1]), dim=1).values
         gap = top[:, 0] - top[:, -1]
     else:
-        logq = torch.where(token >= 0, _pick(log_q, token), float("-inf"))
+        logq = torch.where(token >= 0, _gather(log_q, token), float("-inf"))
         gap = torch.full_like(alpha, float("inf"))
     return alpha, logq, gap, (largest + total.log()).squeeze(1), *values, *cut
 
@@ -174,7 +174,7 @@ def _divergence(
 ) -> Tensor:
     """One divergence (n,) of p and q (n, Vd); mass and plogp (n,) of p's rows."""
     if name == "ce":
-        return torch.where(token >= 0, -_pick(log_q, token), 0.0)
+        return torch.where(token >= 0, -_gather(log_q, token), 0.0)
     if name == "kl":
         return plogp - (p * log_q).sum(1)
     if name == "top_k":
@@ -204,7 +204,7 @@ def _scaled(logits: Tensor, sampler: Sampler) -> Tensor:
     return logits.float() / T if T != 1.0 else logits.float()
 
 
-def _pick(values: Tensor, token: Tensor) -> Tensor:
+def _gather(values: Tensor, token: Tensor) -> Tensor:
     """values (n, Vd) at token (n,); at 0 where that is -1."""
     return values.gather(1, token.clamp(min=0).unsqueeze(1)).squeeze(1)
 

@@ -24,7 +24,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance.intervals import tau
 from draftsmith.eval.acceptance.parity import TIE
 from draftsmith.eval.acceptance.replay import TextRatios, text_ratios
-from draftsmith.eval.decoder.text import Text
+from draftsmith.eval.decoder.text import Text, first_difference
 from draftsmith.eval.evaluate import read_decoded
 from draftsmith.eval.servers.client import Answer, Counters
 
@@ -202,8 +202,7 @@ def differences(
     """Answers that are not the server's own without speculation; below TIE an fp32 tie."""
     out = []
     for i, (one, other) in enumerate(zip(answers, plain, strict=True)):
-        pairs = list(zip(one.tokens, other.tokens, strict=True))
-        place = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
+        place = first_difference(one.tokens, other.tokens)
         if place is not None:
             ids = one.prompt + one.tokens[:place]
             batch = batch_of([(ids, [False] * len(ids))], Sampler(0.0)).to(target.device)

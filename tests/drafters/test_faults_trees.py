@@ -30,7 +30,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance import walk
 from draftsmith.eval.acceptance.parity import compare
 from draftsmith.eval.acceptance.replay import summarise
-from draftsmith.eval.certify.subject import Subject
+from draftsmith.eval.certify.fixture import Fixture
 from draftsmith.eval.certify.texts import text_steps
 from draftsmith.eval.decoder import accept
 from draftsmith.eval.decoder import round as round_module
@@ -61,8 +61,8 @@ def certified() -> None:
     """What `draftsmith certify` says of the target alone."""
     prompts = decoding.ragged(5)
     theirs = decoding.independent("Llama", decoding.VOCAB)
-    subject = Subject(tiny.target("Llama", vocab=decoding.VOCAB), theirs, {}, prompts, 16)
-    for name, step in text_steps(subject):
+    fixture = Fixture(tiny.target("Llama", vocab=decoding.VOCAB), theirs, {}, prompts, 16)
+    for name, step in text_steps(fixture):
         passed, figure = step()
         assert passed, f"{name}: {figure}"
 

@@ -21,10 +21,11 @@ from draftsmith.drafters.base import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.eval.certify import certify
 from draftsmith.eval.certify import texts as certified_texts
-from draftsmith.eval.certify.subject import GREEDY, Subject, divergence, untrained
+from draftsmith.eval.certify.fixture import GREEDY, Fixture, untrained
 from draftsmith.eval.certify.texts import Rehearsed, half_precision, own_text, text_steps
 from draftsmith.eval.decoder import accept
 from draftsmith.eval.decoder.accept import Accepted
+from draftsmith.eval.decoder.text import first_difference
 
 VOCAB = 12
 QUICK = ("Llama", "Gemma3", "GptOss", "DeepseekV3", "Bloom")
@@ -34,11 +35,11 @@ FAMILIES = [
 ]
 
 
-def subject(family: str, tokens: int = 16) -> Subject:
+def fixture(family: str, tokens: int = 16) -> Fixture:
     """A tiny target, the same weights untouched, and ragged prompts; no drafters."""
     target = tiny.target(family, vocab=VOCAB)
     prompts = [[5], *tiny.prompts(4, 0, VOCAB)]
-    return Subject(target, tiny.hf_model(family, vocab=VOCAB), {}, prompts, tokens)
+    return Fixture(target, tiny.hf_model(family, vocab=VOCAB), {}, prompts, tokens)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -47,7 +48,7 @@ def test_texts_are_transformers_own(family: str) -> None:
 
     Targets that can be verified in chains only are tried with chains.
     """
-    steps = list(text_steps(subject(family)))
+    steps = list(text_steps(fixture(family)))
     assert len(steps) == (15 if family in tiny.SETTINGS else 7)
     for name, step in steps:
         passed, figure = step()
@@ -59,7 +60,7 @@ def test_texts_are_transformers_own(family: str) -> None:
 @cache
 def full() -> list[certify.Check]:
     """The whole certificate of a tiny Llama and two untrained drafters."""
-    of = subject("Llama", 20)
+    of = fixture("Llama", 20)
     of.drafters = untrained(of.target)
     return list(certify.certify(of))
 
@@ -87,15 +88,15 @@ def test_a_rehearsed_drafter_ranks_the_text() -> None:
     assert made._ranking(4, 5000).max() < 1, "past its end only decoys are left"
 
 
-def test_divergence() -> None:
-    assert divergence([1, 2], [1, 2]) is None
-    assert divergence([1, 3], [1, 2]) == 1
-    assert divergence([1], [1, 2]) == divergence([1, 2], [1]) == 1
+def test_first_difference() -> None:
+    assert first_difference([1, 2], [1, 2]) is None
+    assert first_difference([1, 3], [1, 2]) == 1
+    assert first_difference([1], [1, 2]) == first_difference([1, 2], [1]) == 1
 
 
 def test_a_tie_is_told_from_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another token where transformers was sure is no tie; where it was not, it is named."""
-    of = subject("Llama")
+    of = fixture("Llama")
     texts = of.decode(None, Policy(1), GREEDY, of.all)
     texts[2].tokens[3] = (texts[2].tokens[3] + 1) % VOCAB
     passed, figure = own_text(of, texts, of.all, GREEDY)
@@ -113,7 +114,7 @@ def test_a_tie_is_told_from_a_difference(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_bf16_names_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """A verify pass that loses the tree differs where nothing is tied."""
-    of = subject("Llama")
+    of = fixture("Llama")
     passed, figure = half_precision(of)
     assert passed and "max |d logit| between widths" in figure
     right = accept.match
@@ -122,7 +123,7 @@ def test_bf16_names_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
         moved = choice.roll(1, 1) if choice.shape[1] > 1 else choice
         return right(drafts, length, moved)
 
-    of = subject("Llama")
+    of = fixture("Llama")
     monkeypatch.setattr(accept, "match", wrong)
     passed, figure = half_precision(of)
     assert not passed and "first divergence at token" in figure and "top-2 gap" in figure

@@ -21,7 +21,7 @@ from draftsmith.drafters.target.attention import tree_shape
 from draftsmith.eval.acceptance.parity import compare
 from draftsmith.eval.acceptance.replay import summarise
 from draftsmith.eval.acceptance.walk import walk_tree
-from draftsmith.eval.certify.subject import top_gap
+from draftsmith.eval.certify.fixture import top_gap
 from draftsmith.eval.decoder import accept
 from draftsmith.eval.decoder.loop import Decoder
 from exact import chi_square

@@ -1,4 +1,4 @@
-"""What is certified: a target beside transformers' own copy of it, drafters, prompts."""
+"""What every check runs on: a target and transformers' own copy of it, drafters, prompts."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from draftsmith.eval.decoder.text import Text, end_token, ends
 
 GREEDY, WARM = Sampler(0.0), Sampler(0.8)
 SEED = 3
-Outcome = tuple[bool, str]  # passed, and the figure that says so
-Steps = Iterator[tuple[str, Callable[[], Outcome]]]  # a check's name, and what runs it
+CheckResult = tuple[bool, str]  # whether it passed, and the measured figure
+NamedChecks = Iterator[tuple[str, Callable[[], CheckResult]]]  # a check's name, and its function
 
 
 @dataclass
-class Subject:
-    """What is certified: a target, drafters by name, and prompts of uneven length (token ids).
+class Fixture:
+    """A target, drafters by name, and prompts of uneven length (token ids).
 
     theirs: the target's weights in a transformers model that draftsmith never touched, in fp32 on
     the same device. Texts run to `tokens` tokens: no end token cuts them short but a planted one.
@@ -108,14 +108,6 @@ def untouched(target: Target) -> Any:
     """The target's weights in a transformers model of their own, in fp32."""
     hf = AutoModelForCausalLM.from_pretrained(target.source.path, dtype=torch.float32)
     return hf.eval().to(target.device)
-
-
-def divergence(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """The first place where two texts differ, their ends included; None where they are equal."""
-    if list(ours) == list(theirs):
-        return None
-    pairs = enumerate(zip(ours, theirs, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
 
 
 @torch.no_grad()

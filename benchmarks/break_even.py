@@ -46,7 +46,8 @@ def main() -> None:
     held_out = product_prompts("heldout")
     chosen = [p for name in DOMAINS for p in [q for q in held_out if q.domain == name][:EACH]]
     prompts = [
-        bench.Asked(ids, p.domain) for ids, p in zip(encode(chosen, target), chosen, strict=True)
+        bench.BenchPrompt(ids, p.domain)
+        for ids, p in zip(encode(chosen, target), chosen, strict=True)
     ]
     cells = bench.grid(drafters, CHAINS, [1], TEMPERATURES)
     cells += bench.grid({"eagle": drafters["eagle"]}, TREES, [1], TEMPERATURES)

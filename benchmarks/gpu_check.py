@@ -257,7 +257,7 @@ def _timed(
     cells = bench.grid(drafters, policies, rows, [0.0])
     tokens = 8 if check.tiny else 96
     prompts = [
-        bench.Asked(ids, "random tokens")
+        bench.BenchPrompt(ids, "random tokens")
         for ids in synthetic.random_prompts(target, 1, 16 if check.tiny else 128)
     ]
     bench.check_memory(target, cells, len(prompts[0].ids) + tokens)

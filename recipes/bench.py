@@ -18,7 +18,7 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.report.provenance import provenance
 from draftsmith.eval.speed import bench_table, synthetic
-from draftsmith.eval.speed.bench import Asked, Store, check_memory, device_of, grid
+from draftsmith.eval.speed.bench import BenchPrompt, Store, check_memory, device_of, grid
 from draftsmith.eval.speed.bench import run as measure
 from draftsmith.eval.speed.clocks import WARM_UP
 from draftsmith.recipes.commands import Bench
@@ -84,7 +84,7 @@ def _weights(name: str) -> str:
     return name if name == "ngram" else digest(Path(name) / "model.safetensors")
 
 
-def _real(request: Bench) -> tuple[Target, dict[str, Drafter], list[Asked]]:
+def _real(request: Bench) -> tuple[Target, dict[str, Drafter], list[BenchPrompt]]:
     from draftsmith.train.data.chat_template import encode
 
     names = request.drafters or ["ngram"]
@@ -98,10 +98,10 @@ def _real(request: Bench) -> tuple[Target, dict[str, Drafter], list[Asked]]:
         for name in names
     }
     ids = encode(chosen, target)
-    return target, drafters, [Asked(i, p.domain) for i, p in zip(ids, chosen, strict=True)]
+    return target, drafters, [BenchPrompt(i, p.domain) for i, p in zip(ids, chosen, strict=True)]
 
 
-def _synthetic(request: Bench) -> tuple[Target, dict[str, Drafter], list[Asked]]:
+def _synthetic(request: Bench) -> tuple[Target, dict[str, Drafter], list[BenchPrompt]]:
     assert request.shape is not None
     if request.drafters or request.prompts:
         raise UserError("--shape: takes no drafters and no --prompts; its text is meaningless")
@@ -112,7 +112,7 @@ def _synthetic(request: Bench) -> tuple[Target, dict[str, Drafter], list[Asked]]
     target = synthetic.random_target(request.shape, device, dtype)
     ids = synthetic.random_prompts(target, min(request.limit, _SYNTHETIC_PROMPTS))
     drafter = synthetic.random_eagle(target)
-    return target, {"eagle-shaped": drafter}, [Asked(row, "random tokens") for row in ids]
+    return target, {"eagle-shaped": drafter}, [BenchPrompt(row, "random tokens") for row in ids]
 
 
 def _print(store: Store, console: Console) -> None:

@@ -6,6 +6,10 @@ ones hold it. Drafter and baseline take turns within a cell, batch by batch, and
 differ among themselves is no result (clocks.py). Each cell decodes a few tokens first (all of them
 where graphs are captured), which no figure counts. Finished cells are kept in bench.json, so that a
 bench which was stopped goes on where it was.
+
+roofline_share (Williams et al. 2009, its bandwidth-bound side): a step at a small batch must read
+every weight and every committed key and value once; nothing else takes comparable time. Its bytes
+at the bandwidth of a plain copy are the time it could take.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,17 +31,17 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance.intervals import counted_tau
-from draftsmith.eval.decoder.loop import Clock, Decoder
-from draftsmith.eval.decoder.text import Text
-from draftsmith.eval.speed import roofline, synthetic
+from draftsmith.eval.decoder.loop import Decoder
+from draftsmith.eval.speed import synthetic
 from draftsmith.eval.speed.clocks import Steadiness, Turn, in_turns, spread_of_rounds
 from draftsmith.eval.speed.model import typical
 
 MOST_ROWS = 64
+_COPIES = 5
 
 
 @dataclass(frozen=True)
-class Asked:
+class BenchPrompt:
     """One prompt: token ids, and the domain it belongs to (code, math, chat, ..)."""
 
     ids: list[int]
@@ -95,7 +100,7 @@ def check_memory(target: Target, cells: Sequence[Cell], longest: int) -> None:
 # ---------------------------------------------------------------- one cell
 
 
-def full_batches(prompts: Sequence[Asked], size: int) -> list[list[Asked]]:
+def full_batches(prompts: Sequence[BenchPrompt], size: int) -> list[list[BenchPrompt]]:
     """Prompts in full batches; a rest is left out, and too few are gone through again."""
     if len(prompts) < size:
         return [[prompts[i % len(prompts)] for i in range(size)]]
@@ -104,40 +109,35 @@ def full_batches(prompts: Sequence[Asked], size: int) -> list[list[Asked]]:
 
 def measure(
     decoder: Decoder,
-    prompts: Sequence[Asked],
+    prompts: Sequence[BenchPrompt],
     cell: Cell,
     max_new_tokens: int,
     seed: int = 0,
-    beside: Decoder | None = None,
+    baseline: Decoder | None = None,
 ) -> dict[str, Any]:
     """Decodes the prompts in full batches of the cell's size and says what it took.
 
-    beside: the loop without drafting, which takes turns with the decoder; "beside" holds what it
+    baseline: the loop without drafting, which takes turns with the decoder; "beside" holds what it
     took. One batch alone is decoded twice: a single turn says nothing of the machine.
     """
     batches = full_batches(prompts, cell.batch)
     batches *= 2 if len(batches) == 1 else 1
-    decoders = [decoder] if beside is None else [decoder, beside]
+    decoders = [decoder] if baseline is None else [decoder, baseline]
     turns = in_turns(
         decoders, [[asked.ids for asked in batch] for batch in batches],
         Sampler(cell.temperature), max_new_tokens, seed=seed,
     )  # fmt: skip
     domains = [asked.domain for batch in batches for asked in batch]
-    found, *others = (_of_turns(side, domains) for side in turns)
+    found, *others = (_summary(side, domains) for side in turns)
     own, *base = (spread_of_rounds([turn.rounds for turn in side]) for side in turns)
     steady = Steadiness(len(batches), base[0], own) if base else Steadiness(len(batches), own)
     return found | {"clock": steady.report()} | ({"beside": others[0]} if others else {})
 
 
-def _of_turns(turns: Sequence[Turn], domains: list[str]) -> dict[str, Any]:
+def _summary(turns: Sequence[Turn], domains: list[str]) -> dict[str, Any]:
+    texts = [text for turn in turns for text in turn.texts]
     rounds = [clock for turn in turns for clock in turn.rounds]
-    prefill, wall = sum(turn.prefill for turn in turns), sum(turn.wall for turn in turns)
-    return _summary(rounds, prefill, wall, [t for turn in turns for t in turn.texts], domains)
-
-
-def _summary(
-    rounds: list[Clock], prefill: float, wall: float, texts: list[Text], domains: list[str]
-) -> dict[str, Any]:
+    wall = sum(turn.wall for turn in turns)
     if not rounds:
         raise UserError("--max-new-tokens: no text outlived its first token; use more, or others")
     parts = {part: sum(getattr(r, part) for r in rounds) for part in ("draft", "verify", "host")}
@@ -150,14 +150,14 @@ def _summary(
         "tokens": tokens,
         "tau": counted_tau(texts),
         "tau_by_domain": {
-            name: counted_tau([t for t, of in zip(texts, domains, strict=True) if of == name])
+            name: counted_tau([t for t, own in zip(texts, domains, strict=True) if own == name])
             for name in sorted(set(domains))
         },
         "depths": dict(sorted(Counter(str(r.proposed) for t in texts for r in t.rounds).items())),
         "tokens_per_s": tokens / decode,
         # Prefill yields each text's first token.
         "end_to_end_tokens_per_s": (tokens + len(texts)) / wall,
-        "prefill_s": prefill,
+        "prefill_s": sum(turn.prefill for turn in turns),
         "decode_s": decode,
         "wall_s": wall,
         "share": {part: seconds / decode for part, seconds in parts.items()},
@@ -187,9 +187,50 @@ def compare(found: dict[str, Any], base: dict[str, Any], alpha: float | None) ->
         "break_even_tau": even,
         "distance": found["tau"] - even,
         "distance_by_domain": {
-            name: None if of is None else of - even for name, of in found["tau_by_domain"].items()
+            name: None if tau is None else tau - even
+            for name, tau in found["tau_by_domain"].items()
         },
     }
+
+
+# ---------------------------------------------------------------- roofline
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second, read and written together, of the fastest of some large copies."""
+    size = (1 << 30) if device.type == "cuda" else (1 << 27)
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    into = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(_COPIES + 1):  # the first one also maps the pages
+        began = time.perf_counter()
+        into.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - began)
+    return 2 * size / best
+
+
+def weight_bytes(target: Target) -> int:
+    """Bytes of the weights that a step reads: all but an embedding table that is no head too.
+
+    Of a mixture of experts a step reads fewer: there the share is overstated.
+    """
+    table = target.embedding.weight
+    lookup = table.data_ptr() != target.lm_head.weight.data_ptr()
+    total = sum(p.numel() * p.element_size() for p in target.hf.parameters())
+    return total - lookup * table.numel() * table.element_size()
+
+
+def roofline_share(
+    weights: int, kv: int, rows: int, context: float, seconds: float, rate: float
+) -> float:
+    """Of `seconds`, the share that reading takes at `rate` bytes per second.
+
+    weights: bytes of the weights; kv: bytes per cached token, of which each of `rows` rows has
+    `context`.
+    """
+    return (weights + kv * rows * context) / rate / seconds
 
 
 # ---------------------------------------------------------------- the grid
@@ -199,7 +240,7 @@ def run(
     target: Target,
     drafters: dict[str, Drafter],
     cells: Sequence[Cell],
-    prompts: Sequence[Asked],
+    prompts: Sequence[BenchPrompt],
     max_new_tokens: int,
     store: Store,
     *,
@@ -211,8 +252,8 @@ def run(
 
     alpha: a synthetic run's chance of acceptance.
     """
-    rate = store.once("copy_bytes_per_s", lambda: roofline.copy_bandwidth(target.device))
-    weights, kv = roofline.weight_bytes(target), roofline.kv_bytes(target)
+    rate = store.once("copy_bytes_per_s", lambda: copy_bandwidth(target.device))
+    weights, kv = weight_bytes(target), target.cache_bytes(1, 1, 0)
     for cell in cells:
         if "clock" not in store.cells.get(cell.key, ()):
             decoder: Decoder
@@ -222,23 +263,23 @@ def run(
                 decoder = Decoder(target, drafters[cell.drafter], cell.policy)
             else:
                 decoder = synthetic.CoinDecoder(target, drafters[cell.drafter], cell.policy, alpha)
-            beside = None if cell.policy is None else Decoder(target)
-            found = measure(decoder, prompts, cell, max_new_tokens, seed, beside)
+            baseline = None if cell.policy is None else Decoder(target)
+            found = measure(decoder, prompts, cell, max_new_tokens, seed, baseline)
             seconds = found["typical_ms"]["verify"] / 1e3
             context = found["mean_context"]
-            found["roofline_share"] = roofline.share(
+            found["roofline_share"] = roofline_share(
                 weights, kv, cell.batch, context, seconds, rate
             )
-            if beside is not None:
+            if baseline is not None:
                 found |= compare(found, found.pop("beside"), alpha)
-            about: dict[str, Any] = {
+            named: dict[str, Any] = {
                 "drafter": cell.drafter,
                 "policy": None if cell.policy is None else str(cell.policy),
                 "batch": cell.batch,
                 "temperature": cell.temperature,
                 "synthetic": alpha is not None,
             }
-            store.add(cell.key, about | found)
+            store.add(cell.key, named | found)
         progress(cell)
 
 
@@ -264,9 +305,9 @@ class Store:
         """The bench that was begun with these settings."""
         try:
             before = json.loads(self.path.read_text())
-            there, _ = before["settings"], before["cells"]
-            here = json.loads(json.dumps(settings))  # the types that JSON has
-            other = [key for key in here | there if here.get(key) != there.get(key)]
+            stored, _ = before["settings"], before["cells"]
+            ours = json.loads(json.dumps(settings))  # the types that JSON has
+            other = [key for key in ours | stored if ours.get(key) != stored.get(key)]
         except (ValueError, TypeError, KeyError):
             raise UserError(
                 f"{self.path}: cannot be read as a bench; delete it, or give another --output"

@@ -27,9 +27,9 @@ from draftsmith.drafters.target import target as target_module
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.loop import Clock, Decoder
 from draftsmith.eval.decoder.round import Rounds
-from draftsmith.eval.speed import bench, bench_table, model, roofline, synthetic
+from draftsmith.eval.speed import bench, bench_table, clocks, model, synthetic
 from draftsmith.eval.speed.bench import (
-    Asked,
+    BenchPrompt,
     Cell,
     Store,
     check_memory,
@@ -43,7 +43,7 @@ from draftsmith.recipes.bench import run as bench_command
 from draftsmith.recipes.commands import Bench
 
 CPU = torch.device("cpu")
-PROMPTS = [Asked(ids, "code" if i % 2 else "chat") for i, ids in enumerate(tiny.prompts(4))]
+PROMPTS = [BenchPrompt(ids, "code" if i % 2 else "chat") for i, ids in enumerate(tiny.prompts(4))]
 
 
 @pytest.fixture(scope="module")
@@ -129,12 +129,13 @@ def test_break_even_and_speedups_by_hand() -> None:
 
 def test_roofline_by_hand() -> None:
     # 1 GB of weights, 1 kB per cached token, 4 rows of 250,000 tokens: 2 GB at 100 GB/s is 20 ms.
-    assert roofline.share(10**9, 1000, 4, 250_000.0, 0.040, 1e11) == pytest.approx(0.5)
+    assert bench.roofline_share(10**9, 1000, 4, 250_000.0, 0.040, 1e11) == pytest.approx(0.5)
 
 
 def test_shares_by_hand() -> None:
     rounds = [Clock(draft=1.0, verify=2.0, host=1.0, rounds=1, tokens=1)]
-    found = bench._summary(rounds, 0.0, 5.0, tiny.texts(tiny.target(), Sampler(0.0), 1), ["a"])
+    texts = tiny.texts(tiny.target(), Sampler(0.0), 1)
+    found = bench._summary([clocks.Turn(texts, rounds, 0.0, 5.0)], ["a"])
     assert found["share"] == {"draft": 0.25, "verify": 0.5, "host": 0.25}
     assert found["typical_ms"] == {"draft": 1e3, "verify": 2e3, "host": 1e3, "total": 4e3}
 
@@ -145,9 +146,9 @@ def test_bytes_read_by_a_step(family: str) -> None:
     L, H, inner, V, heads, kv, D = 4, 32, 64, tiny.VOCAB, 4, 2, 8
     norms = 2 * H + (2 * D if family == "Qwen3" else 0)
     layer = 2 * heads * D * H + 2 * kv * D * H + 3 * H * inner + norms
-    assert roofline.weight_bytes(target) == 4 * (L * layer + H + V * H)
-    assert roofline.kv_bytes(target) == 4 * 2 * L * kv * D
-    assert roofline.copy_bandwidth(CPU) > 1e8
+    assert bench.weight_bytes(target) == 4 * (L * layer + H + V * H)
+    assert target.cache_bytes(1, 1, 0) == 4 * 2 * L * kv * D
+    assert bench.copy_bandwidth(CPU) > 1e8
 
 
 # ---------------------------------------------------------------- synthetic
@@ -213,7 +214,7 @@ def bench_of(folder: Path, shaped: tuple, progress: Callable = lambda cell: None
     target, drafter = shaped
     drafters = {"eagle-shaped": drafter}
     cells = grid(drafters, [Policy(2), Tree(k=2, budget=4, branch=2)], [1, 2], [0.0, 1.0])
-    prompts = [Asked(ids, "random") for ids in synthetic.random_prompts(target, 2, 5)]
+    prompts = [BenchPrompt(ids, "random") for ids in synthetic.random_prompts(target, 2, 5)]
     store = Store(folder, SETTINGS, ABOUT)
     run(target, drafters, cells, prompts, 8, store, alpha=0.5, progress=progress)
     return store

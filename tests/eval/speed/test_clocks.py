@@ -25,7 +25,7 @@ from draftsmith.eval.report import plots
 from draftsmith.eval.servers.check import collect, steadiness
 from draftsmith.eval.servers.client import Answer, Counters
 from draftsmith.eval.speed import bench, bench_table, clocks, model
-from draftsmith.eval.speed.bench import Asked, Cell, Store
+from draftsmith.eval.speed.bench import BenchPrompt, Cell, Store
 from draftsmith.eval.speed.clocks import Steadiness, spread, spread_of_rounds, worst
 from draftsmith.eval.speed.model import Costs, Drafting
 from draftsmith.recipes import compare_page
@@ -237,7 +237,7 @@ def benched(patch: pytest.MonkeyPatch, slow: Slow, folder: Any) -> dict[str, Any
     about = {"device": "cpu", "dtype": "float32", "commit": None, "command": "test"}
     with patch.context() as inner:
         Machine(inner, slow, warm=0)
-        asked = [Asked(ids, "chat") for ids in PROMPTS]
+        asked = [BenchPrompt(ids, "chat") for ids in PROMPTS]
         store = Store(folder, settings, about)
         bench.run(target, {"small": drafter}, cells, asked, 12, store)
     return json.loads((folder / "bench.json").read_text())

@@ -40,9 +40,9 @@ class KeyedDraws:
     def accept(self, prob: Tensor) -> Tensor:
         self._calls += 1
         offset = torch.arange(prob.shape[1], device=prob.device)
-        at = self.position.unsqueeze(1) + 1 + offset  # (B, K) where each draft stands
-        # Strict <: a draft of target probability 0 is never taken.
-        return self.noise.uniform(Purpose.ACCEPT, at, self._calls) < prob
+        position = self.position.unsqueeze(1) + 1 + offset  # (B, K) of each draft
+        # Strict <: a draft of target probability 0 is never accepted.
+        return self.noise.uniform(Purpose.ACCEPT, position, self._calls) < prob
 
     def pick(self, weights: Tensor) -> Tensor:
         self._calls += 1
@@ -84,14 +84,16 @@ def chain(drafts: Tensor, length: Tensor, p: Tensor, q: Tensor, draws: Draws) ->
     drafts (B, K) target ids, length (B,) valid nodes with the root, p (B, K + 1, V), q (B, K, V):
     row j of q is the law that draft j was drawn from.
     """
-    K = drafts.shape[1]
-    at = drafts.unsqueeze(2)
-    p_draft = p[:, :-1].gather(2, at).squeeze(2)  # (B, K)
-    q_draft = q.gather(2, at).squeeze(2)
-    valid = torch.arange(K, device=drafts.device) < (length - 1).unsqueeze(1)
-    prob = torch.where(q_draft > 0, (p_draft / q_draft.clamp(min=_TINY)).clamp(max=1.0), 0.0)
+    valid = torch.arange(drafts.shape[1], device=drafts.device) < (length - 1).unsqueeze(1)
+    prob = _ratio(drafts, p, q).clamp(max=1.0)
     count = leading(draws.accept(prob) & valid)  # (B,)
     return Accepted(count, draws.pick(_after(count, length, p, q, torch.ones_like(p[:, :, 0]))))
+
+
+def _ratio(drafts: Tensor, p: Tensor, q: Tensor) -> Tensor:
+    """p / q (B, K) of each draft, 0 where q cannot have drawn it."""
+    p_draft, q_draft = (law.gather(2, drafts.unsqueeze(2)).squeeze(2) for law in (p[:, :-1], q))
+    return torch.where(q_draft > 0, p_draft / q_draft.clamp(min=_TINY), 0.0)
 
 
 def _after(count: Tensor, length: Tensor, p: Tensor, q: Tensor, scale: Tensor) -> Tensor:
@@ -100,13 +102,13 @@ def _after(count: Tensor, length: Tensor, p: Tensor, q: Tensor, scale: Tensor) -
     scale (B, K + 1) is of each p. All drafts accepted, or a residual that rounding emptied: p.
     """
     row = torch.arange(len(count), device=count.device)
-    here = p[row, count]  # (B, V) the target's law after the last accepted token
+    law = p[row, count]  # (B, V) the target's, after the last accepted token
     if not q.shape[1]:  # no row proposed anything
-        return here
-    against = q[row, count.clamp(max=q.shape[1] - 1)]
-    residual = (scale[row, count].unsqueeze(1) * here - against).clamp(min=0)
+        return law
+    draft_law = q[row, count.clamp(max=q.shape[1] - 1)]
+    residual = (scale[row, count].unsqueeze(1) * law - draft_law).clamp(min=0)
     own = (count >= length - 1) | (residual.sum(1) <= 0)
-    return torch.where(own.unsqueeze(1), here, residual)
+    return torch.where(own.unsqueeze(1), law, residual)
 
 
 def block(drafts: Tensor, length: Tensor, p: Tensor, q: Tensor, draws: Draws) -> Accepted:
@@ -116,10 +118,7 @@ def block(drafts: Tensor, length: Tensor, p: Tensor, q: Tensor, draws: Draws) ->
     front of good ones does not end the round. No rule keeps more of one path.
     """
     K = drafts.shape[1]
-    at = drafts.unsqueeze(2)
-    p_draft = p[:, :-1].gather(2, at).squeeze(2)  # (B, K)
-    q_draft = q.gather(2, at).squeeze(2)
-    ratio = torch.where(q_draft > 0, p_draft / q_draft.clamp(min=_TINY), 0.0)
+    ratio = _ratio(drafts, p, q)
     weight = [torch.ones_like(p[:, 0, 0])]  # P_0, P_1, ..: how much of p the prefix stands for
     for j in range(K):
         weight.append((weight[-1] * ratio[:, j]).clamp(max=1.0))
@@ -147,17 +146,17 @@ def match_tree(
     """
     node = torch.arange(tokens.shape[1], device=tokens.device)
     valid = node < length.unsqueeze(1)
-    at = torch.zeros_like(length)
+    reached = torch.zeros_like(length)
     count = torch.zeros_like(length)
-    path = [at]
+    path = [reached]
     for _ in range(k):
-        token = choose(at).unsqueeze(1)
-        child = valid & (parents == at.unsqueeze(1)) & (tokens == token) & (node > 0)  # (B, N)
+        token, parent = choose(reached).unsqueeze(1), reached.unsqueeze(1)
+        child = valid & (parents == parent) & (tokens == token) & (node > 0)  # (B, N)
         found = child.any(1)
-        at = torch.where(found, (child * node).amax(1), at)
-        path.append(torch.where(found, at, 0))
+        reached = torch.where(found, (child * node).amax(1), reached)
+        path.append(torch.where(found, reached, 0))
         count = count + found
-    return Accepted(count, choose(at), torch.stack(path, dim=1))
+    return Accepted(count, choose(reached), torch.stack(path, dim=1))
 
 
 def without_replacement(
@@ -173,28 +172,28 @@ def without_replacement(
     tokens, parents (B, N); p (B, N, V): the target's law after each node; q (B, N, V): the law that
     each node's first child was drawn from.
     """
-    at = torch.zeros_like(tokens[:, 0])  # the node reached, and how many drafts lead there
-    count = torch.zeros_like(at)
+    reached = torch.zeros_like(tokens[:, 0])  # a node, and how many drafts lead there
+    count = torch.zeros_like(reached)
     path = torch.zeros_like(tokens)
-    here = p[:, 0]  # (B, V) what is left of the target's law at the node reached
+    left = p[:, 0]  # (B, V) what is left of the target's law there
     law = q[:, 0]
     # Nodes in order: a sibling is judged after its elders, a child after its parent.
     for i in range(1, tokens.shape[1]):
-        asked = parents[:, i] == at  # rows that stand at its parent
+        asked = parents[:, i] == reached  # rows that stand at its parent
         x = tokens[:, i].unsqueeze(1)
-        mass, total = law.sum(1), here.sum(1)
-        p_x = here.gather(1, x).squeeze(1) / total
+        mass, total = law.sum(1), left.sum(1)
+        p_x = left.gather(1, x).squeeze(1) / total
         q_x = law.gather(1, x).squeeze(1) / mass.clamp(min=_TINY)
         could = asked & (q_x > 0)  # else the draft's law had run out
         prob = torch.where(could, (p_x / q_x.clamp(min=_TINY)).clamp(max=1.0), 0.0)
         won = draws.accept(prob.unsqueeze(1)).squeeze(1) & could
-        scaled = here / total.unsqueeze(1) - law / mass.clamp(min=_TINY).unsqueeze(1)
+        scaled = left / total.unsqueeze(1) - law / mass.clamp(min=_TINY).unsqueeze(1)
         residual = scaled.clamp(min=0)
         lost = could & ~won & (residual.sum(1) > 0)
-        here = torch.where(lost.unsqueeze(1), residual, here)
+        left = torch.where(lost.unsqueeze(1), residual, left)
         law = torch.where(asked.unsqueeze(1), law.scatter(1, x, 0.0), law)
-        here = torch.where(won.unsqueeze(1), p[:, i], here)
+        left = torch.where(won.unsqueeze(1), p[:, i], left)
         law = torch.where(won.unsqueeze(1), q[:, i], law)
-        at, count = torch.where(won, i, at), count + won
-        path.scatter_(1, count.unsqueeze(1), at.unsqueeze(1))
-    return Accepted(count, draws.pick(here), path)
+        reached, count = torch.where(won, i, reached), count + won
+        path.scatter_(1, count.unsqueeze(1), reached.unsqueeze(1))
+    return Accepted(count, draws.pick(left), path)

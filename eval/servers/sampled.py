@@ -23,9 +23,8 @@ from typing import Any
 import numpy as np
 
 from draftsmith.eval.acceptance.intervals import tau
-from draftsmith.eval.acceptance.parity import Z_BOUND
+from draftsmith.eval.acceptance.parity import Z_BOUND, count_wave, z_score
 from draftsmith.eval.acceptance.replay import TextRatios, summarise, survivals
-from draftsmith.eval.acceptance.tails import count_wave, z_score
 from draftsmith.eval.servers import agreement
 from draftsmith.eval.servers.client import Answer, Counters
 

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 import reference_replay
-from draftsmith.eval.acceptance import parity, tails
-from draftsmith.eval.acceptance.parity import compare, counts, local_z
+from draftsmith.eval.acceptance import parity
+from draftsmith.eval.acceptance.parity import compare, count_wave, counts, local_z, z_score
 from draftsmith.eval.acceptance.replay import TextRatios, moments, summarise
-from draftsmith.eval.acceptance.tails import count_wave, z_score
 from draftsmith.eval.decoder.text import Round, Text
 
 NORMAL = NormalDist()
@@ -145,7 +144,7 @@ def test_no_false_alarms(kind: str) -> None:
 
 
 def test_a_normal_law_for_everything_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tails, "NORMAL", 0.0)
+    monkeypatch.setattr(parity, "NORMAL", 0.0)
     with pytest.raises(AssertionError):
         check_alarms("rare")
 
@@ -190,7 +189,7 @@ def test_a_weight_that_is_not_centred_shows(monkeypatch: pytest.MonkeyPatch) -> 
             return getattr(np, name)
 
         def rint(self, weight: np.ndarray) -> np.ndarray:
-            return np.rint(weight + tails.STEP * (0.1458 - 0.5))
+            return np.rint(weight + parity.STEP * (0.1458 - 0.5))
 
     monkeypatch.setattr(parity, "np", Uncentred())
     with pytest.raises(AssertionError):
@@ -204,7 +203,7 @@ def test_large_sums_by_their_definitions() -> None:
     texts = [walked(table, rng, k) for table in tables]
     parts = [moments(table, k) for table in tables]
     mean, variance = sum(m.mean for m in parts), sum(m.variance for m in parts)
-    assert (variance > tails.NORMAL).all()
+    assert (variance > parity.NORMAL).all()
     found = compare(texts, summarise(tables, k), deterministic=False)
     np.testing.assert_allclose(found.z, (counts(texts, k) - mean) / np.sqrt(variance), rtol=1e-6)
     assert found.holds
@@ -217,7 +216,7 @@ def test_large_sums_by_their_definitions() -> None:
     centre = sum(r * r * (1 - r) for r, _ in tries) / sum(r * (1 - r) for r, _ in tries)
     weighed = [(round(16 * (r - centre)), r, came) for r, came in tries]
     spread = sum(w * w * r * (1 - r) for w, r, _ in weighed)
-    assert spread > tails.NORMAL * 16**2
+    assert spread > parity.NORMAL * 16**2
     local = sum(w * (came - r) for w, r, came in weighed) / spread**0.5
     assert found.z_local == pytest.approx(local)
     texts[0].rounds += [Round(0, 3, 2)] * 400

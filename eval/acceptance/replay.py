@@ -307,13 +307,10 @@ def replay_samplers(
             for depths, known in by_length.items():
                 known += text_ratios(drafter, drafted, depths, known[-1].prompt + 1 if known else 0)
         del batch, drafted
-    return [_summaries(by_length, k, seed, block, biased) for by_length in found]
-
-
-def _summaries(
-    found: dict[int, list[TextRatios]], k: int, seed: int, block: bool, biased: bool
-) -> dict[int, ReplayResult]:
-    out = {j: summarise(found.get(j, found[k]), j, seed=seed, block=block) for j in range(1, k + 1)}
-    for result in out.values():
+    results = [
+        {j: summarise(known.get(j, known[k]), j, seed=seed, block=block) for j in range(1, k + 1)}
+        for known in found
+    ]
+    for result in (result for by_k in results for result in by_k.values()):
         result.biased = biased
-    return out
+    return results

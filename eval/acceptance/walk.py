@@ -40,22 +40,9 @@ class TreeWalk:
         return Moments(mean, np.zeros(k + 1), reached, survived)
 
 
-@dataclass
-class _Spans:
-    """Target-made spans as rows: each one's text from its segment's start, and where it begins.
-
-    source (n,): the row of the batch that a span lies in; first, anchor, end (n,): positions in
-    that row of its segment's first token, its first anchor and its last token.
-    """
-
-    source: Tensor
-    first: Tensor
-    anchor: Tensor
-    end: Tensor
-
-
-def _spans(batch: Batch) -> _Spans:
-    """Every span that has an anchor, row by row."""
+def _spans(batch: Batch) -> Tensor:
+    """(4, n): every target-made span that has an anchor, by the row of the batch that it is in and
+    positions in that row: of its segment's first token, its first anchor and its last token."""
     ends = span_ends(batch)
     found = []
     for b, row in enumerate(all_anchors(batch).tolist()):
@@ -65,8 +52,7 @@ def _spans(batch: Batch) -> _Spans:
             if end != last:
                 found.append((b, a - int(batch.position[b, a]), a, end))
                 last = end
-    columns = torch.tensor(found, device=batch.device).reshape(-1, 4).T
-    return _Spans(*columns)
+    return torch.tensor(found, device=batch.device).reshape(-1, 4).T
 
 
 @torch.no_grad()
@@ -76,14 +62,13 @@ def walk_tree(drafter: Drafter, batch: Batch, policy: Policy) -> list[TreeWalk]:
     For policies whose drafts are a deterministic function of the state. Texts come in the order
     of `replay.text_ratios`.
     """
-    spans = _spans(batch)
-    n = len(spans.source)
-    walks = [TreeWalk([], [], int(e - a - 1)) for a, e in zip(spans.anchor, spans.end, strict=True)]
-    if not n:
+    row, first, anchor, end = _spans(batch)
+    walks = [TreeWalk([], [], tokens) for tokens in (end - anchor - 1).tolist()]
+    if not walks:
         return walks
-    rows = spans.source.unsqueeze(1)
-    widest = int((spans.end - spans.first).max()) + 1
-    state = drafter.start(n, widest + 2 * policy.slots)
+    rows = row.unsqueeze(1)
+    widest = int((end - first).max()) + 1
+    state = drafter.start(len(walks), widest + 2 * policy.slots)
 
     def feed(start: Tensor, counts: Tensor) -> None:
         """The next counts (n,) tokens of each text from position start (n,) on."""
@@ -92,19 +77,18 @@ def walk_tree(drafter: Drafter, batch: Batch, policy: Policy) -> list[TreeWalk]:
         features = {name: feature[rows, places] for name, feature in batch.features.items()}
         drafter.extend(state, batch.tokens[rows, places], features, counts)
 
-    anchor = spans.anchor.clone()
-    feed(spans.first, anchor - spans.first + 1)
+    feed(first, anchor - first + 1)
     drafter.begin(state)
     none = Noise(0, torch.zeros_like(anchor), torch.zeros_like(anchor))
-    while bool((anchor + 1 < spans.end).any()):
-        going = anchor + 1 < spans.end
-        root = batch.tokens[spans.source, (anchor + 1).clamp(max=batch.tokens.shape[1] - 1)]
+    while bool((anchor + 1 < end).any()):
+        going = anchor + 1 < end
+        root = batch.tokens[row, (anchor + 1).clamp(max=batch.tokens.shape[1] - 1)]
         proposal = drafter.propose(state, root, policy, batch.sampler, none)
         depth, ancestors = tree_shape(proposal.parents)  # (n, N), (n, N, N)
         node = torch.arange(depth.shape[1], device=batch.device)
         valid = node < proposal.length.unsqueeze(1)
         position = anchor.unsqueeze(1) + 1 + depth  # of each node in the text
-        within = position <= spans.end.unsqueeze(1)
+        within = position <= end.unsqueeze(1)
         text = batch.tokens[rows, position.clamp(max=batch.tokens.shape[1] - 1)]
         right = valid & within & (proposal.tokens == text)
         whole = right & ~(ancestors & ~right.unsqueeze(1)).any(2)
@@ -113,7 +97,7 @@ def walk_tree(drafter: Drafter, batch: Batch, policy: Policy) -> list[TreeWalk]:
         margin = proposal.margin
         for b in going.nonzero().flatten().tolist():
             # Positions within the text, as the decoder numbers them.
-            start = int(anchor[b] - spans.first[b])
+            start = int(anchor[b] - first[b])
             walks[b].rounds.append(Round(start, int(proposed[b]), int(accepted[b])))
             walks[b].margins.append(float("inf") if margin is None else float(margin[b]))
         counts = torch.where(going, accepted + 1, 0)

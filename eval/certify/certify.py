@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -137,19 +138,10 @@ def match_tree(tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, draws: Any
     )
 
 
-class Coins:
-    """A `draws` whose picks count for nothing: for wrong rules that draw their own token."""
-
-    def __init__(self, draws: Any) -> None:
-        self.accept = draws.accept
-
-    def pick(self, weights: Tensor) -> Tensor:
-        return torch.zeros(weights.shape[:-1], dtype=torch.long)
-
-
 def corrected_from_p(drafts: Tensor, length: Tensor, p: Tensor, q: Tensor, draws: Any) -> Accepted:
     """Wrong: after a rejection, draw from p again."""
-    count = chain(drafts, length, p, q, Coins(draws)).count
+    coins: Any = SimpleNamespace(accept=draws.accept, pick=lambda weights: drafts[:, 0])
+    count = chain(drafts, length, p, q, coins).count
     return Accepted(count, draws.pick(p[torch.arange(len(count)), count]))
 
 

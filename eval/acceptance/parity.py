@@ -27,13 +27,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from draftsmith.eval.acceptance.replay import (
-    Array,
-    ReplayResult,
-    TextRatios,
-    per_round,
-    survivals,
-)
+from draftsmith.eval.acceptance.replay import Array, ReplayResult, TextRatios, per_round, survivals
 from draftsmith.eval.acceptance.walk import TreeWalk
 from draftsmith.eval.decoder.text import Text, first_difference
 
@@ -127,10 +121,7 @@ def compare(texts: Sequence[Text], replay: ReplayResult, deterministic: bool) ->
 
 
 def _equal(
-    texts: Sequence[Text],
-    counted: list[int],
-    expected: list[float],
-    found: Sequence[Split | None],
+    texts: Sequence[Text], counted: list[int], expected: list[float], found: Sequence[Split | None]
 ) -> Parity:
     """The parity of counts that must be equal as integers; found: where each text split, if any."""
     ties = [s for s in found if s is not None and s.gap < TIE]

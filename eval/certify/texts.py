@@ -261,12 +261,7 @@ class Rehearsed(Drafter[_RehearsedState]):
         state.length += counts
 
     def propose(
-        self,
-        state: _RehearsedState,
-        root: Tensor,
-        policy: Policy,
-        sampler: Sampler,
-        noise: Noise,
+        self, state: _RehearsedState, root: Tensor, policy: Policy, sampler: Sampler, noise: Noise
     ) -> Proposal:
         places = zip(noise.rows.tolist(), state.length.tolist(), strict=True)
         ranked = [

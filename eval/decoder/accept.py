@@ -160,11 +160,7 @@ def match_tree(
 
 
 def without_replacement(
-    tokens: Tensor,
-    parents: Tensor,
-    p: Tensor,
-    q: Tensor,
-    draws: Draws,
+    tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, draws: Draws
 ) -> Accepted:
     """Trees whose siblings were drawn from q without replacement (Jeon et al. 2402.14160;
     Chen et al. 2402.12374): a refused child's residual is judged by q without that child.

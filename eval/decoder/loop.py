@@ -110,23 +110,18 @@ class Decoder:
         """
         self._check(prompts, sampler, max_new_tokens, rows)
         device = self.target.device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            return self._generate(prompts, sampler, max_new_tokens, rows, seed, stop, progress)
-
-    def _generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampler: Sampler,
-        max_new_tokens: int,
-        rows: Sequence[int] | None,
-        seed: int,
-        stop: Sequence[str],
-        progress: Callable[[int], None] | None,
-    ) -> list[Text]:
         texts = [Text(list(prompt)) for prompt in prompts]
         cutter = Cutter(self.target, max_new_tokens, stop)
-        ids = torch.tensor(list(rows or range(len(texts))), device=self.target.device)
-        rounds = self._rounds(texts, max_new_tokens, sampler, ids, seed)
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            ids = torch.tensor(list(rows or range(len(texts))), device=device)
+            rounds = self._rounds(texts, max_new_tokens, sampler, ids, seed)
+            self._write(rounds, texts, cutter, progress or (lambda new: None))
+        return texts
+
+    def _write(
+        self, rounds: Rounds, texts: list[Text], cutter: Cutter, progress: Callable[[int], None]
+    ) -> None:
+        """Prefill, then rounds until every text has ended."""
         for text, token in zip(texts, self._prefilled(rounds, texts), strict=True):
             cutter.append(text, [token])
         live = self._settle(rounds, texts)  # the text of each row of `rounds`
@@ -141,17 +136,10 @@ class Decoder:
             self.clock.host += time.perf_counter() - began - busy
             self.clock.tokens += new
             self.clock.rounds += 1
-            if progress:
-                progress(new)
-        return texts
+            progress(new)
 
     def _rounds(
-        self,
-        texts: list[Text],
-        max_new_tokens: int,
-        sampler: Sampler,
-        ids: Tensor,
-        seed: int,
+        self, texts: list[Text], max_new_tokens: int, sampler: Sampler, ids: Tensor, seed: int
     ) -> Rounds:
         """The batch's device side, with room for every text: an earlier one's where graphs are."""
         slots = self.policy.slots if self.drafter else 1

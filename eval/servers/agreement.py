@@ -173,11 +173,7 @@ def compare(
 
 
 def replayed(
-    target: Target,
-    drafter: Drafter,
-    answers: Sequence[Answer],
-    k: int,
-    temperature: float = 0.0,
+    target: Target, drafter: Drafter, answers: Sequence[Answer], k: int, temperature: float = 0.0
 ) -> list[TextRatios]:
     """Replay's ratios of every answer: drafts drawn at the temperature, which is the answers' too,
     or at 0 taken as point masses, in answers of any temperature."""

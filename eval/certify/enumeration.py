@@ -50,12 +50,8 @@ class Script:
         if not all(0 <= p <= 1 for p in flat):
             raise ValueError(f"accept: {flat} are not chances")
         patterns = list(product((True, False), repeat=len(flat)))
-        taken = self._take(
-            [
-                math.prod(p if coin else 1 - p for p, coin in zip(flat, pattern, strict=True))
-                for pattern in patterns
-            ]
-        )
+        pairs = (zip(flat, pattern, strict=True) for pattern in patterns)
+        taken = self._take([math.prod(p if coin else 1 - p for p, coin in pair) for pair in pairs])
         return torch.tensor(patterns[taken], dtype=torch.bool).reshape(prob.shape)
 
     def pick(self, weights: Tensor) -> Tensor:
@@ -64,12 +60,8 @@ class Script:
         if not all(min(row) >= 0 and 0 < sum(row) < math.inf for row in rows):
             raise ValueError(f"pick: {rows} are not weights")
         choices = list(product(range(weights.shape[-1]), repeat=len(rows)))
-        taken = self._take(
-            [
-                math.prod(row[x] / sum(row) for row, x in zip(rows, choice, strict=True))
-                for choice in choices
-            ]
-        )
+        pairs = (zip(rows, choice, strict=True) for choice in choices)
+        taken = self._take([math.prod(row[x] / sum(row) for row, x in pair) for pair in pairs])
         return torch.tensor(choices[taken]).reshape(weights.shape[:-1])
 
 
@@ -136,15 +128,10 @@ def emitted(
             chance *= drawn[j][path[:j]][path[j]].item()
         if chance == 0.0:
             continue
-        rows = [law[path[:j]] for j, law in enumerate(p)]
-        junk = torch.eye(V)[0]  # filler looks like a sure draft
-        beside = [law[path[:j]] if j < nodes - 1 else junk for j, law in enumerate(q)]
-        inputs = (
-            torch.tensor([path]),
-            torch.tensor([nodes]),
-            torch.stack(rows).unsqueeze(0),
-            torch.stack([b.double() for b in beside]).unsqueeze(0),
-        )
+        rows = torch.stack([law[path[:j]] for j, law in enumerate(p)])
+        filler = torch.eye(V, dtype=torch.float64)[0]  # looks like a sure draft
+        drafts = [law[path[:j]] if j < nodes - 1 else filler for j, law in enumerate(q)]
+        inputs = torch.tensor([path]), torch.tensor([nodes]), rows[None], torch.stack(drafts)[None]
         for part, result in enumerate_rule(partial(rule, *inputs)):
             m = int(result.count)
             text = (*path[:m], int(result.token))
@@ -174,14 +161,14 @@ def over_rounds(rule: ChainRule, p: Laws, q: Laws, K: int, tokens: int) -> Tenso
     @cache
     def once(prefix: tuple[int, ...]) -> dict[tuple[int, ...], float]:
         """What one round writes, and with what chance."""
-        here, beside = after(p, prefix, K + 1), after(q, prefix, K)
+        ours, theirs = after(p, prefix, K + 1), after(q, prefix, K)
         found: dict[tuple[int, ...], float] = {}
         for path in product(range(V), repeat=K):
-            rows = torch.stack([law[path[:j]] for j, law in enumerate(here)])
-            drawn = torch.stack([law[path[:j]] for j, law in enumerate(beside)])
+            rows = torch.stack([law[path[:j]] for j, law in enumerate(ours)])
+            drawn = torch.stack([law[path[:j]] for j, law in enumerate(theirs)])
             chance = math.prod(float(law[x]) for law, x in zip(drawn, path, strict=True))
-            given = (torch.tensor([path]), torch.tensor([K + 1]), rows[None], drawn[None])
-            for part, result in enumerate_rule(partial(rule, *given)):
+            inputs = (torch.tensor([path]), torch.tensor([K + 1]), rows[None], drawn[None])
+            for part, result in enumerate_rule(partial(rule, *inputs)):
                 text = (*path[: int(result.count)], int(result.token))
                 found[text] = found.get(text, 0.0) + chance * part
         return found

@@ -113,23 +113,12 @@ class CoinDecoder(Decoder):
 
     def __init__(self, target: Target, drafter: Drafter, policy: Policy, alpha: float) -> None:
         super().__init__(target, drafter, policy)
-        self.alpha = alpha
 
-    def _rounds(self, *args: Any) -> Rounds:
-        rounds = super()._rounds(*args)
-        assert isinstance(rounds, _CoinRounds)
-        rounds.alpha = self.alpha  # before any graph is captured
-        return rounds
+        class CoinRounds(Rounds):
+            def _judge(self) -> Accepted:
+                return _tossed(self, super()._judge(), alpha)
 
-
-class _CoinRounds(Rounds):
-    alpha: float
-
-    def _judge(self) -> Accepted:
-        return _tossed(self, super()._judge(), self.alpha)
-
-
-CoinDecoder.rounds_type = _CoinRounds
+        self.rounds_type = CoinRounds
 
 
 def _tossed(rounds: Rounds, ruled: Accepted, alpha: float) -> Accepted:
@@ -147,9 +136,9 @@ def _tossed(rounds: Rounds, ruled: Accepted, alpha: float) -> Accepted:
     if ruled.path is None:
         return Accepted(count, ruled.token)
     line = rounds.ancestors.gather(1, deepest.view(-1, 1, 1).expand(-1, 1, N)).squeeze(1)  # (B, N)
-    at = torch.where(line & (depth <= count.unsqueeze(1)), depth, N)
+    place = torch.where(line & (depth <= count.unsqueeze(1)), depth, N)
     path = torch.zeros_like(depth[:, :1]).expand(-1, N + 1).contiguous()
-    path.scatter_(1, at, node.expand_as(at))
+    path.scatter_(1, place, node.expand_as(place))
     return Accepted(count, ruled.token, path[:, :-1])
 
 

@@ -29,7 +29,7 @@ from draftsmith.eval.acceptance.replay import replay, replay_report
 from draftsmith.eval.evaluate import count_parameters, evaluate, read_decoded
 from draftsmith.eval.report import report as pages
 from draftsmith.eval.report.provenance import provenance
-from draftsmith.eval.report.sample_text import sample_text
+from draftsmith.eval.report.report import sample_text
 from draftsmith.eval.speed import model
 from draftsmith.eval.speed.model import Costs
 from draftsmith.recipes.commands import Report

@@ -199,7 +199,7 @@ def test_neighbouring_layer_breaks_parity(
 @OTHERS
 def test_a_text_of_split_characters_is_shown_whole(target: Target) -> None:
     """A character may take several tokens, drafted or not: pieces still make up the text."""
-    from draftsmith.eval.report.sample_text import sample_text
+    from draftsmith.eval.report.report import sample_text
 
     word = "\u6c49\u5b57"
     prompt = target.tokenizer(5 * word).input_ids

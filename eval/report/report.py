@@ -7,16 +7,22 @@ The html needs no network and no script.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.grow import Proposal
+from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
+from draftsmith.drafters.target.target import Target
 from draftsmith.eval.acceptance import intervals
+from draftsmith.eval.acceptance.intervals import counted_tau
 from draftsmith.eval.acceptance.parity import TIE, Z_BOUND
+from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.report import plots
 from draftsmith.eval.speed import clocks, model
 from draftsmith.eval.speed.model import Costs, Drafting
@@ -48,14 +54,14 @@ def assemble(
     checkpoints: list[Report],
     decode: Mapping[str, Report],
     costs: Mapping[str, Costs],
-    sample_text: Report,
+    written: Report,
 ) -> Report:
     """report.json of a run.
 
     about: what is passed on as it is: run, target, drafter {family, parameters}, heldout, k, served
     (the label of the run's sampler), best (a step), timed_in, provenance. checkpoints: {step,
     tokens_learned, replay: {label: replay.replay_report(..)}}, ascending. decode: evaluate's report
-    by label, and costs, both of the best checkpoint.
+    by label, and costs, both of the best checkpoint. written: `sample_text`'s.
     """
     rows = [row | {"best": row["step"] == about["best"]} for row in checkpoints]
     best = next(row for row in rows if row["best"])
@@ -80,7 +86,7 @@ def assemble(
             name: _speed(costs[name], r, about, best["tokens_learned"]) for name, r in found.items()
         },
         "histogram": {name: histogram(d["decode"]["histogram"]) for name, d in decode.items()},
-        "sample_text": sample_text,
+        "sample_text": written,
     }
 
 
@@ -124,6 +130,89 @@ def drafting_of(found: Report, parameters: int, learned: int | None) -> Drafting
 def histogram(passes: list[int]) -> Report:
     """passes: how many accepted 0, 1, .. k drafts, and their shares."""
     return {"passes": passes, "share": [n / max(sum(passes), 1) for n in passes]}
+
+
+# ---------------------------------------------------------------- one text, piece by piece
+
+
+class _Watched:
+    """A drafter whose chains are kept: the decoder keeps only what it accepts of them."""
+
+    capturable = False
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.chains: list[list[int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.drafter, name)
+
+    def propose(self, *arguments: Any) -> Proposal:
+        proposal = self.drafter.propose(*arguments)
+        self.chains.append(proposal.tokens[0, 1 : int(proposal.length[0])].tolist())
+        return proposal
+
+
+def sample_text(
+    target: Target,
+    drafter: Drafter,
+    prompt: Sequence[int],
+    sampler: Sampler,
+    k: int,
+    max_new_tokens: int,
+    *,
+    row: int = 0,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Decodes one prompt (row keys its noise) and says which tokens were drafted, and which are the
+    target's own.
+
+    pieces: {text, by} in order, by "drafter" (drafted and accepted), "rejected" (the draft that was
+    refused, no part of the text; `drafts` has those after it too) or "target" (its correction or
+    bonus; the first token is prefill's).
+    """
+    watched = _Watched(drafter)
+    decoder = Decoder(target, cast(Drafter, watched), Policy(k))
+    text = decoder.generate([prompt], sampler, max_new_tokens, rows=[row], seed=seed)[0]
+    spans: list[tuple[str, list[int]]] = [("target", text.tokens[:1])]
+    done = 1
+    for (_, _, accepted), chain in zip(text.rounds, watched.chains, strict=True):
+        spans.append(("drafter", text.tokens[done : done + accepted]))
+        done += accepted
+        # An accepted draft may end the text: then the target adds nothing.
+        own = text.tokens[done : done + 1]
+        if own and accepted < len(chain):
+            spans.append(("rejected", chain[accepted:]))
+        spans.append(("target", own))
+        done += 1
+    pieces: list[dict[str, str]] = []
+    written: list[int] = []
+    shown = ""
+
+    def after(ids: list[int]) -> str:
+        """What tokens add to the text shown; half a character waits for its other half."""
+        return target.tokenizer.decode(written + ids).rstrip("\ufffd")[len(shown) :]
+
+    for by, ids in spans:
+        if by == "rejected":
+            first, drafts = (after(ids[:n]) for n in (1, len(ids)))
+            pieces += [{"text": first, "drafts": drafts, "by": by}] if first else []
+            continue
+        piece = after(ids)
+        written, shown = written + ids, shown + piece
+        if piece and pieces and pieces[-1]["by"] == by:
+            pieces[-1]["text"] += piece
+        elif piece:
+            pieces.append({"text": piece, "by": by})
+    drafted = sum(r.accepted for r in text.rounds)
+    return {
+        "prompt": target.tokenizer.decode(list(prompt)),
+        "pieces": pieces,
+        "tokens": len(text.tokens),
+        "accepted": drafted,
+        "passes": len(text.rounds),
+        "tau": counted_tau([text]),
+    }
 
 
 # ---------------------------------------------------------------- pages

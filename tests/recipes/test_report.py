@@ -30,7 +30,7 @@ from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.evaluate import evaluate
 from draftsmith.eval.report import plots
 from draftsmith.eval.report import report as pages
-from draftsmith.eval.report.sample_text import sample_text
+from draftsmith.eval.report.report import sample_text
 from draftsmith.eval.speed.clocks import Steadiness
 from draftsmith.recipes import report as recipe_report
 from draftsmith.train.run import main

@@ -125,7 +125,9 @@ def test_the_best_checkpoint_serves_what_was_measured(
     at_zero = [
         replace(batch, sampler=Sampler(0.0)) for batch in made.read_heldout(made.replay_states)
     ]
-    walked = [table for batch in at_zero for table in text_ratios(drafter, batch, 3) if table.tokens]
+    walked = [
+        table for batch in at_zero for table in text_ratios(drafter, batch, 3) if table.tokens
+    ]
     passes = sum(expected_rounds(table, 3, shortens=False).passes for table in walked)
     tau = sum(table.tokens for table in walked) / passes
     assert line["tau_greedy_by_k"]["3"] == pytest.approx(tau) != pytest.approx(line["tau"])

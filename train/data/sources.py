@@ -67,32 +67,31 @@ class Reading:
     template: dict[str, Any] = field(default_factory=dict)
 
 
-def prompts_to_learn(spec: str | None, say: Callable[[str], None] | None = None) -> list[Prompt]:
+PLAIN = Reading()
+Say = Callable[[str], None]  # prints a line
+
+
+def prompts_to_learn(spec: str | None, say: Say | None = None) -> list[Prompt]:
     """Prompts to sample from: those that `spec` names, else draftsmith's own."""
     if not spec:
         return product_prompts("train")
     return read_source(spec, Reading(use="train"), say)
 
 
-def read_source(
-    spec: str, reading: Reading | None = None, say: Callable[[str], None] | None = None
-) -> list[Prompt]:
+def read_source(spec: str, reading: Reading = PLAIN, say: Say | None = None) -> list[Prompt]:
     """The prompts that `spec` names (forms: see the top), in order.
 
     A path wins over a hub name. say: prints the line about each source (default: the log). Raises
     UserError: no such path or data set, a folder without files, a hub that cannot be reached, no
     usable row.
     """
-    reading = reading or Reading()
     path = Path(os.path.expanduser(spec))  # unlike pathlib's it never raises
     if path.suffix in (".yaml", ".yml"):
         return _mix(path, reading, say)
     return _one(spec, path, reading, say)
 
 
-def _one(
-    spec: str, path: Path, reading: Reading, say: Callable[[str], None] | None
-) -> list[Prompt]:
+def _one(spec: str, path: Path, reading: Reading, say: Say | None) -> list[Prompt]:
     """The prompts of what is no mix; path: what spec is, if it is one."""
     if path.is_dir():
         return _folder(Path(os.path.abspath(path)), reading, say)
@@ -103,9 +102,7 @@ def _one(
     return prompts_of(_data_set(spec, spec, reading), spec, domain, reading, say)
 
 
-def read_prompts(
-    path: Path, reading: Reading | None = None, say: Callable[[str], None] | None = None
-) -> list[Prompt]:
+def read_prompts(path: Path, reading: Reading = PLAIN, say: Say | None = None) -> list[Prompt]:
     """Prompts of one file; the default domain is its name. Raises UserError."""
     return prompts_of(read_rows(path), str(path), path.name.split(".")[0], reading, say)
 
@@ -130,14 +127,13 @@ def prompts_of(
     rows: Iterable[Row],
     source: str,
     domain: str,
-    reading: Reading | None = None,
-    say: Callable[[str], None] | None = None,
+    reading: Reading = PLAIN,
+    say: Say | None = None,
 ) -> list[Prompt]:
     """Prompts of rows, all by the column of the first row that has one.
 
     Raises UserError where no row can be used.
     """
-    reading = reading or Reading()
     column = reading.column
     out: list[Prompt] = []
     skipped = Skips()
@@ -193,7 +189,7 @@ def with_template(prompt: Prompt, template: dict[str, Any]) -> Prompt:
 # ---------------------------------------------------------------- folders and the hub
 
 
-def _folder(folder: Path, reading: Reading, say: Callable[[str], None] | None) -> list[Prompt]:
+def _folder(folder: Path, reading: Reading, say: Say | None) -> list[Prompt]:
     saved = any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
     files = sorted(p for p in folder.iterdir() if suffix(p) in SUFFIXES)
     if not saved and files:
@@ -285,7 +281,7 @@ class MixPart(BaseModel):
     template: dict[str, Any] = Field(default_factory=dict)
 
 
-def _mix(path: Path, reading: Reading, say: Callable[[str], None] | None) -> list[Prompt]:
+def _mix(path: Path, reading: Reading, say: Say | None) -> list[Prompt]:
     """The prompts of a mix file, source after source. Raises UserError naming file and field."""
     parts = _parse(path)
     found = []

@@ -95,10 +95,12 @@ class Answering:
         self._show(self.line.done + prompts)
 
     def _show(self, done: int) -> None:
-        if self._shown:
+        line = self.line
+        brief = not line.live and time.perf_counter() - line.began < line.every
+        if self._shown and not brief:  # a log needs no line of what took seconds
             share = min(1.0, (self._finished + self._step) / self._total)
-            self.line.show(done, f"{self.rate:.0f} tokens/s", share)
-        self.line.done = done
+            line.show(done, f"{self.rate:.0f} tokens/s", share)
+        line.done = done
 
 
 def clock(seconds: float) -> str:

@@ -163,8 +163,7 @@ class Learner:
         return step % self.recipe.log_every == 0 or step == self.recipe.steps
 
     def _noise(self, places: Sequence[int]) -> Noise:
-        """That of rows at those places in the step, whatever process reads them, beside whichever
-        others."""
+        """Noise of rows by their places in the step: the same in any process and batch."""
         rows = torch.tensor(places, device=self.accelerator.device)
         return Noise(self.recipe.seed, rows, torch.full_like(rows, self.step))
 

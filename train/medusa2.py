@@ -62,7 +62,7 @@ def divergence(
     """Sum of KL(old law || new law) in nats at temperature 1, and its slope (B, T, H) in `new`.
 
     old, new (B, T, H): pre-norm states; counted (B, T): the positions that count; rows: those whose
-    logits are alive at a time. The slope in the logits is q - p as such: it is 0, bit for bit,
+    logits are alive at a time. The slope in the logits is q - p itself: it is 0, bit for bit,
     where nothing has moved, and AdamW has no rounding to blow up.
     """
     total, slope = 0.0, torch.zeros_like(new)

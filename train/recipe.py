@@ -42,7 +42,7 @@ def _listed(value: Any) -> Any:
 
 
 def _bytes(value: Any) -> Any:
-    """20GB as 20000000000; whatever is no such text is left to pydantic."""
+    """20GB as 20000000000; pydantic checks what is no such text."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)B", str(value), re.IGNORECASE)
     if not found:
         return value

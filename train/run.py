@@ -105,7 +105,7 @@ def _check_launch(chosen: Recipe) -> None:
                 "drafter. Launch with --multi_gpu; a target that one device cannot hold is spread "
                 "by device_map: auto"
             )
-    # "no" is what accelerate launch sets where nobody asks for anything.
+    # "no" is what accelerate launch sets by default.
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if asked not in ("no", "bf16"):
         raise UserError(

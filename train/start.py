@@ -129,6 +129,6 @@ def new_drafter(recipe: Recipe, target: Shell, counts: Tensor) -> Drafter:
                 f"start: {folder} was made with {key}: {stored[key]}, the recipe has "
                 f"{getattr(config, key)}; take that key out of the recipe"
             )
-    anew = {key: getattr(config, key) for key in config.training}
-    drafter.config = drafter.config.model_copy(update=anew)
+    training = {key: getattr(config, key) for key in config.training}
+    drafter.config = drafter.config.model_copy(update=training)
     return drafter

@@ -5,8 +5,8 @@ vLLM returns the ids it drew (`return_token_ids`), llama.cpp does by its own /co
 again: it is kept only if that gives as many tokens as the server counted, and reads as the same
 text; the rest is given up, and counted.
 
-A night's work meets a server that restarts, is busy, or dies. While it answers nobody every request
-waits, and none is lost; after PATIENCE the command ends. A prompt is given up only where the server
+Over a night a server may restart, be busy, or die. While it answers no request, every one waits,
+and none is lost; after PATIENCE the command ends. A prompt is given up only where the server
 fails at it and answers others.
 
 llama.cpp's quantised kernels round activations too: at T=0 its tokens are not always the argmax
@@ -32,7 +32,7 @@ from draftsmith.train.data.prompts import Unusable
 
 ANSWER_TIMEOUT = 900.0  # seconds: an answer that takes longer is asked for again
 PROBE_TIMEOUT = 20.0
-PATIENCE = 1800.0  # seconds that a server may answer nobody: a large model loads within them
+PATIENCE = 1800.0  # seconds without any answer: a large model loads within them
 TELL = 60.0  # seconds of those before a line says so
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds before another try; they double, and are jittered
 TRIES = 8  # of a request that the server fails at while it answers others: about 2 minutes
@@ -64,7 +64,7 @@ class Endpoint:
     def begin(self) -> None:
         """Before a run of `answer`s, which may come from several threads."""
         self.stopped = threading.Event()  # some thread failed: the others do not wait on
-        self._away_since: float | None = None  # nobody had an answer since
+        self._away_since: float | None = None  # no request had an answer since
         self._said = False
         self._lock = threading.Lock()
 
@@ -108,8 +108,8 @@ class Endpoint:
     ) -> tuple[list[int], str]:
         """Token ids drawn after a prompt, the end token included, and why they end.
 
-        Raises Unusable for an answer that cannot be had or trusted; UserError where the server
-        refuses, or has answered nobody for PATIENCE.
+        Raises Unusable for an answer that does not come or cannot be trusted; UserError where the
+        server refuses, or has answered no request for PATIENCE.
         """
         stopped = self.stopped
         tries = failures = slow = 0
@@ -156,7 +156,7 @@ class Endpoint:
             self._away_since, self._said = None, False
 
     def _wait_for_it(self, fault: Failed) -> None:
-        """Says that a server which answers nobody is waited for; UserError after PATIENCE."""
+        """Says that it waits for a server that answers no request; UserError after PATIENCE."""
         with self._lock:
             now = time.monotonic()
             if self._away_since is None:
@@ -257,7 +257,7 @@ class Endpoint:
 def identify(url: str, model: str | None = None) -> tuple[str, str, str]:
     """A server's address, its name of the model, and its kind (see Endpoint).
 
-    Raises UserError: no address, nobody answers, it serves no such model, or several.
+    Raises UserError: no address, no answer, it serves no such model, or several.
     """
     url = url.rstrip("/").removesuffix("/v1")
     if not url.startswith(("http://", "https://")):

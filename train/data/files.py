@@ -120,7 +120,7 @@ def _row(value: Any) -> dict[str, Any] | Fault:
 
 
 def _array(content: bytes) -> Iterator[Row]:
-    """Objects of an array, one after the other, so that those before a fault are still had."""
+    """Objects of an array, one after the other, so that those before a fault are read."""
     try:
         text = content.decode()
     except UnicodeDecodeError:

@@ -32,7 +32,7 @@ class Cells:
 
     ratio: chance min(1, q/p) that the text's token is accepted once its depth is reached;
     likelihood: q of the text's token. At temperature 0, where both are steps, alpha stands for
-    them. mean_alpha (K,): the run's of late. own: what the family adds itself.
+    them. mean_alpha (K,): the run's lately. own: what the family adds itself.
     """
 
     alpha: Tensor

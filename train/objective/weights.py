@@ -35,7 +35,7 @@ class DepthWeights:
     per: str = "token"
 
     def fixed(self, depths: int, device: torch.device | None = None) -> Tensor:
-        """The part (K,) that is known beforehand."""
+        """The part (K,) that does not depend on the drafter."""
         j = torch.arange(depths, device=device, dtype=torch.float32)
         if self.kind == "geometric":
             return self.decay**j

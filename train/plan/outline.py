@@ -63,7 +63,7 @@ class Texts:
 class Outline:
     """Target and drafter of a recipe without their weights.
 
-    Raises UserError for a target whose config cannot be had, and for settings it cannot take.
+    Raises UserError for a target whose config cannot be read, and for settings it cannot take.
     """
 
     def __init__(self, recipe: Recipe) -> None:

@@ -133,7 +133,7 @@ def answer_by_server(
             except Exception as error:  # raised by the thread that waits for it
                 done.put(error)
 
-    # Daemons: a request under way may take minutes more, and nobody waits for it after a failure.
+    # Daemons: a request under way may take minutes more, and after a failure it is not waited for.
     for _ in range(min(endpoint.concurrency, len(talks))):
         Thread(target=work, daemon=True).start()
     total = len(talks) + len(set(parts.indices))

@@ -50,8 +50,8 @@ def generate(
     processes may differ); a finished one is opened.
 
     server: it answers, and the target here audits it: by the first answers of every call, and at
-    the end; foreign=True leaves that out, and marks the samples. While it answers nobody it is
-    waited for (see endpoint.py); prompts that it failed at are asked again where a call goes on,
+    the end; foreign=True leaves that out, and marks the samples. While it answers no request it
+    is waited for (see endpoint.py); prompts that it failed at are asked again where a call goes on,
     not once the samples are whole. stop: strings that end an answer, besides the end tokens
     (answers made here only). notes: lines for stderr, printed once nothing more can be refused.
     processes: processes that call this together, on one disk; each answers its share, the main one
@@ -85,7 +85,7 @@ def generate(
             return Samples.open(folder, target, audit=0)
         parts = Parts(folder)
         talks = processes.share(_to_answer(prompts, encoded, target, parts))
-        processes.meet()  # nobody stores before all have seen what is stored
+        processes.meet()  # no process stores before all have seen what is stored
         if server:
             answer_by_server(server, talks, sampler, max_new_tokens, seed, parts, manifest)
         else:

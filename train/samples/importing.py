@@ -1,4 +1,4 @@
-"""Answers that somebody else made, stored as samples: as token ids, or as conversations in text."""
+"""Answers made by other programs, stored as samples: as token ids, or as conversations in text."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _stored(
     target: Target,
     audit: int,
 ) -> Samples:
-    """Writes rows as a samples folder; whatever fails, nothing is left of it."""
+    """Writes rows as a samples folder; if anything fails, nothing is left of it."""
     with store.claimed(folder):
         if (folder / store.MANIFEST).exists():
             before = store.read_manifest(folder)

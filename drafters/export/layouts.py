@@ -1,4 +1,5 @@
-"""What several servers' forms are made of: weights in a dtype, a Llama body, EAGLE's layouts.
+"""What several servers' forms are made of: weights in a dtype, a Llama body, EAGLE's layouts,
+draft models' folders.
 
 EAGLE-3's original layout (github.com/SafeAILab/EAGLE, eagle/model/cnets.py) is what vLLM, SGLang,
 TensorRT-LLM and llama.cpp's converter all read; they differ in how they name tapped layers.
@@ -6,6 +7,7 @@ TensorRT-LLM and llama.cpp's converter all read; they differ in how they name ta
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +16,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from draftsmith.drafters.eagle import Eagle
 from draftsmith.drafters.eagle1 import Eagle1
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.export.server import D, Serving
+from draftsmith.drafters.export.server import D, Row, Serving
 from draftsmith.drafters.parts.layers import BlockConfig
+from draftsmith.drafters.small import Small
 from draftsmith.drafters.target.shell import Shell
 
 Form = tuple[dict[str, Any], dict[str, Tensor]]  # config.json, and what model.safetensors holds
@@ -215,3 +219,45 @@ def scales_embeddings(target: Shell) -> bool:
 def embedded(target: Shell) -> Tensor:
     """What the target's layers read for every token (V, H)."""
     return target.embedding(torch.arange(target.vocab_size, device=target.device))
+
+
+# Draft models: ordinary folders of config, weights and the target's tokenizer
+
+
+def draft_model(method: str, server: str, drawn: bool = False) -> Row[Small]:
+    """How a server takes draft models as ordinary folders."""
+
+    def check(drafter: Small, serving: Serving) -> None:
+        check_draft_model(drafter, server)
+
+    return Row(method, check, write_draft_model, lambda drafter: drawn)
+
+
+def check_draft_model(drafter: Small, server: str) -> None:
+    """Raises UserError where the two vocabularies differ: servers share token ids unseen."""
+    own, theirs = drafter.lm.vocab_size, drafter.target.vocab_size
+    if own != theirs:
+        raise UserError(
+            f"small: {server} takes a draft model of the target's {theirs} tokens only, this one "
+            f"has {own}; prune the target itself (layers: ..), or decode with draftsmith"
+        )
+
+
+def write_draft_model(drafter: Small, folder: Path, serving: Serving) -> None:
+    """Writes the folder that `from_pretrained` reads.
+
+    Positions are the model's own, not `serving.length`, which the command gives: some types of
+    rope compute frequencies from them, and a table of positions has that many rows.
+    """
+    plain_copy(drafter, serving.dtype).save_pretrained(folder)
+    drafter.target.tokenizer.save_pretrained(folder)
+
+
+def plain_copy(drafter: Small, dtype: torch.dtype) -> Any:
+    """The draft model on the CPU: a copy, without our attention."""
+    config = copy.deepcopy(drafter.lm.hf.config)
+    config._attn_implementation = "sdpa"
+    hf = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    hf.load_state_dict(drafter.lm.hf.state_dict())
+    hf.generation_config = copy.deepcopy(drafter.target.hf.generation_config)
+    return hf.eval()

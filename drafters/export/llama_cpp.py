@@ -23,7 +23,7 @@ from torch import Tensor
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.eagle import Eagle
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.export import hf_model, layouts
+from draftsmith.drafters.export import layouts
 from draftsmith.drafters.export.server import D, Draft, Row, Server, Serving
 from draftsmith.drafters.small import Small
 
@@ -60,7 +60,7 @@ def _check_eagle3(drafter: Eagle, serving: Serving) -> None:
 
 
 def _check_draft_model(drafter: Small, serving: Serving) -> None:
-    hf_model.check(drafter, NAME)
+    layouts.check_draft_model(drafter, NAME)
     config = drafter.lm.config
     if config.model_type not in _DRAFT_MODELS:
         raise UserError(
@@ -204,7 +204,7 @@ def _architecture(drafter: Small) -> str:
 
 def _fill_draft_model(writer: gguf.GGUFWriter, drafter: Small, serving: Serving) -> None:
     arch, interleaved = _DRAFT_MODELS[drafter.lm.config.model_type]
-    hf = hf_model.alone(drafter, torch.float32)
+    hf = layouts.plain_copy(drafter, torch.float32)
     config = hf.config.to_dict() | {"max_position_embeddings": serving.length}
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     config["num_key_value_heads"] = config.get("num_key_value_heads") or heads

@@ -18,7 +18,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.eagle import Eagle
 from draftsmith.drafters.eagle1 import Eagle1
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.export import hf_model, layouts
+from draftsmith.drafters.export import layouts
 from draftsmith.drafters.export.server import Draft, Row, Server, Serving
 
 NAME = "sglang"
@@ -86,6 +86,6 @@ def start(drafter: Drafter, draft: Draft, serving: Serving) -> str:
 ROWS: dict[str, Row[Any]] = {
     "eagle": Row("EAGLE3", check_eagle3, layouts.head(_eagle3), _draws),
     "eagle1": Row("EAGLE", _check_eagle1, layouts.head(_eagle1), _draws),
-    "small": hf_model.row("STANDALONE", NAME),
+    "small": layouts.draft_model("STANDALONE", NAME),
 }
 SERVER = Server(NAME, "0.5.23", ROWS, start, run=False, cuts=False)

@@ -13,7 +13,7 @@ from typing import Any
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.eagle import Eagle
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.export import hf_model, layouts
+from draftsmith.drafters.export import layouts
 from draftsmith.drafters.export.server import Draft, Row, Server, Serving
 from draftsmith.drafters.export.sglang import check_eagle3, eagle3_config
 
@@ -49,6 +49,6 @@ def start(drafter: Drafter, draft: Draft, serving: Serving) -> str:
 
 ROWS: dict[str, Row[Any]] = {
     "eagle": Row("Eagle3DecodingConfig", _check_eagle3, layouts.head(_eagle3), arguments=_layers),
-    "small": hf_model.row("DraftTargetDecodingConfig", NAME),
+    "small": layouts.draft_model("DraftTargetDecodingConfig", NAME),
 }
 SERVER = Server(NAME, "1.2", ROWS, start, run=False)

@@ -20,7 +20,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.eagle import Eagle
 from draftsmith.drafters.eagle1 import Eagle1
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.export import hf_model, layouts
+from draftsmith.drafters.export import layouts
 from draftsmith.drafters.export.server import Draft, Row, Server, Serving
 from draftsmith.drafters.medusa import Medusa
 
@@ -153,6 +153,6 @@ ROWS: dict[str, Row[Any]] = {
     "eagle": Row("eagle3", _check_eagle3, layouts.head(_eagle3), lambda drafter: True),
     "eagle1": Row("eagle", _check_eagle1, layouts.head(_eagle1), lambda drafter: True),
     "medusa": Row("medusa", _check_medusa, layouts.head(_medusa)),
-    "small": hf_model.row("draft_model", NAME, drawn=True),
+    "small": layouts.draft_model("draft_model", NAME, drawn=True),
 }
 SERVER = Server(NAME, VERSION, ROWS, start, run=True, limit=MAX_SPEC_LEN, cuts=False)

@@ -23,10 +23,9 @@ from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.target import selftest
 from draftsmith.drafters.target.attention import chain_step, packed_step
 from draftsmith.drafters.target.causal_lm import CausalLM, cut
-from draftsmith.drafters.target.shell import Shell
+from draftsmith.drafters.target.shell import Shell, tokenizer_hash
 from draftsmith.drafters.target.slab import Slab
 from draftsmith.drafters.target.source import resolve
-from draftsmith.drafters.target.tokenizer_hash import tokenizer_hash
 from draftsmith.drafters.vocab import VocabMap
 
 

@@ -1,8 +1,8 @@
 """The draft vocabulary: which target tokens a drafter can propose.
 
 Servers store it as an offset (d2t: target id = draft id + d2t[draft id]) or as absolute ids.
-Inside draftsmith there is only `VocabMap`, which holds absolute ids and hands out either view by
-name, so that an offset can never be taken for an id.
+Inside draftsmith there is only `VocabMap`, which holds absolute ids and gives either view by name,
+so that an offset can never be taken for an id.
 """
 
 from __future__ import annotations
@@ -34,10 +34,6 @@ class VocabMap:
     @property
     def draft_size(self) -> int:  # Vd
         return self.size if self.ids is None else self.ids.numel()
-
-    @property
-    def identity(self) -> bool:
-        return self.ids is None
 
     def to(self, device: torch.device) -> VocabMap:
         """Moves the tables; returns self."""
@@ -72,8 +68,7 @@ class VocabMap:
     def coverage(self, counts: Tensor) -> float:
         """Share of the tokens counted in counts (V,) that the drafter can propose."""
         total = counts.sum().item()
-        kept = self.kept(counts).sum().item()
-        return kept / total if total else 0.0
+        return self.kept(counts).sum().item() / total if total else 0.0
 
 
 def most_frequent(counts: Tensor, draft_size: int) -> VocabMap:

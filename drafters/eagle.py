@@ -13,6 +13,7 @@ another thing under `norm_output`: its state stays un-normed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -20,16 +21,9 @@ from torch import Tensor, nn
 
 from draftsmith.drafters.base import DrafterConfig, entry, register
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.parts.layers import (
-    MLP,
-    Block,
-    BlockConfig,
-    RMSNorm,
-    SelfAttention,
-    init_weights,
-)
+from draftsmith.drafters.parts.layers import Block, BlockConfig, RMSNorm, init_weights
 from draftsmith.drafters.parts.one_layer import OneLayer, OneLayerState
-from draftsmith.drafters.parts.reduced import DraftVocab, ReducedVocab
+from draftsmith.drafters.parts.reduced import DraftVocab, ReducedVocab, draft_size
 from draftsmith.drafters.target.causal_lm import Tap
 from draftsmith.drafters.target.shell import Shell
 
@@ -73,11 +67,7 @@ class Eagle(ReducedVocab[OneLayerState], OneLayer):
         if len(set(taps)) != len(taps):
             raise UserError(f"taps: {taps} names a layer twice")
         block = BlockConfig.fitting(config.block, target)
-        size = config.draft_vocab or target.vocab_size
-        if size > target.vocab_size:
-            raise UserError(
-                f"draft_vocab: {size} is more than the target's {target.vocab_size} tokens"
-            )
+        size = draft_size(config.draft_vocab, target)
         config = config.model_copy(update={"taps": taps, "block": block, "draft_vocab": size})
         super().__init__(target, config)
         self.taps = taps
@@ -88,9 +78,7 @@ class Eagle(ReducedVocab[OneLayerState], OneLayer):
         self.fc = nn.Linear(sum(widths), H, bias=False)
         self.input_layernorm = RMSNorm(H, eps)
         self.hidden_norm = RMSNorm(H, eps)
-        self.self_attn = SelfAttention(block, 2 * H)
-        self.post_attention_layernorm = RMSNorm(H, eps)
-        self.mlp = MLP(block)
+        self.add_layer(block, 2 * H)
         self.norm = RMSNorm(H, eps)
         init_weights(self)
         self.lm_head: nn.Linear | None = None
@@ -98,19 +86,8 @@ class Eagle(ReducedVocab[OneLayerState], OneLayer):
             self.lm_head = nn.Linear(H, size, bias=False)
         self.keep(size)
 
-    @classmethod
-    def create(cls, target: Shell, config: EagleConfig, counts: Tensor | None = None) -> Eagle:
-        """A fresh head; counts (V,) choose the draft vocabulary."""
-        drafter = cls(target, config)
-        drafter.choose(drafter.config.draft_vocab, counts)
-        if drafter.lm_head is not None:
-            with torch.no_grad():
-                drafter.lm_head.weight.copy_(drafter.target_rows())
-        return drafter
-
-    @property
-    def attention(self) -> SelfAttention:
-        return self.self_attn
+    def own_heads(self) -> Iterable[nn.Module]:
+        return () if self.lm_head is None else (self.lm_head,)
 
     def fuse(self, features: dict[str, Tensor]) -> Tensor:
         parts = [features[str(tap)].to(self.fc.weight.dtype) for tap in self.taps]
@@ -127,10 +104,6 @@ class Eagle(ReducedVocab[OneLayerState], OneLayer):
         normed = self.hidden_norm(state)
         x = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
         return x, normed if self.config.norm_before_residual else state
-
-    def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
-        hidden = residual + self.self_attn.output(mixed)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
     def fed_back(self, output: Tensor) -> Tensor:
         return self.norm(output) if self.config.norm_output else output

@@ -22,14 +22,7 @@ from torch import Tensor, nn
 
 from draftsmith.drafters.base import DrafterConfig, Unroll, entry, register
 from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.parts.layers import (
-    MLP,
-    Block,
-    BlockConfig,
-    RMSNorm,
-    SelfAttention,
-    init_weights,
-)
+from draftsmith.drafters.parts.layers import Block, BlockConfig, init_weights
 from draftsmith.drafters.parts.one_layer import OneLayer
 from draftsmith.drafters.target.shell import Shell
 
@@ -55,14 +48,8 @@ class Eagle1(OneLayer):
         super().__init__(target, config.model_copy(update={"block": block}))
         self.taps = ["normed"]
         self.fc = nn.Linear(2 * H, H, bias=False)
-        self.self_attn = SelfAttention(block, H)
-        self.post_attention_layernorm = RMSNorm(H, block.rms_norm_eps)
-        self.mlp = MLP(block)
+        self.add_layer(block, H)
         init_weights(self)
-
-    @property
-    def attention(self) -> SelfAttention:
-        return self.self_attn
 
     def fuse(self, features: dict[str, Tensor]) -> Tensor:
         return features["normed"].to(self.fc.weight.dtype)
@@ -72,10 +59,6 @@ class Eagle1(OneLayer):
         embedded = self.target.embedding(tokens).to(state.dtype)
         x = self.fc(torch.cat([embedded, state], dim=-1))
         return x, x
-
-    def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
-        hidden = residual + self.self_attn.output(mixed)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
     @property
     def own_weight(self) -> float:

@@ -9,6 +9,7 @@ its blocks read is each family's own.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
 from typing import Literal
@@ -19,10 +20,9 @@ from torch import Tensor, nn
 
 from draftsmith.drafters.base import DrafterConfig, DrafterState, Unroll, entry
 from draftsmith.drafters.batch import Alignment, Batch
-from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.grow import Proposal, grow
 from draftsmith.drafters.parts.one_layer import last_state
-from draftsmith.drafters.parts.reduced import DraftVocab, ReducedVocab
+from draftsmith.drafters.parts.reduced import DraftVocab, ReducedVocab, draft_size
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.target.shell import Shell
@@ -73,11 +73,7 @@ class Heads(ReducedVocab[HeadsState]):
 
     def __init__(self, target: Shell, config: HeadsConfig) -> None:
         """Raises UserError for a draft vocabulary larger than the target's."""
-        size = config.draft_vocab or target.vocab_size
-        if size > target.vocab_size:
-            raise UserError(
-                f"draft_vocab: {size} is more than the target's {target.vocab_size} tokens"
-            )
+        size = draft_size(config.draft_vocab, target)
         super().__init__(target, config.model_copy(update={"draft_vocab": size}))
         self.taps = ["normed"]
         self.longest = config.heads
@@ -92,15 +88,8 @@ class Heads(ReducedVocab[HeadsState]):
             self.lm_heads = nn.ModuleList(rows)
         self.keep(size)
 
-    @classmethod
-    def create(cls, target: Shell, config: HeadsConfig, counts: Tensor | None = None) -> Heads:
-        """Fresh heads; counts (V,) choose the draft vocabulary."""
-        drafter = cls(target, config)
-        drafter.choose(drafter.config.draft_vocab, counts)
-        with torch.no_grad():
-            for head in drafter.lm_heads or ():
-                head.get_parameter("weight").copy_(drafter.target_rows())
-        return drafter
+    def own_heads(self) -> Iterable[nn.Module]:
+        return self.lm_heads or ()
 
     @abstractmethod
     def _first_block(self, depth: int, hidden: int) -> nn.Module:

@@ -26,7 +26,7 @@ from draftsmith.drafters.base import Drafter, DrafterState, Policy, Proposal, Un
 from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.parts.diagonal import causal_and_diagonal
-from draftsmith.drafters.parts.layers import SelfAttention
+from draftsmith.drafters.parts.layers import MLP, BlockConfig, RMSNorm, SelfAttention
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.target.attention import tree_seen
 from draftsmith.drafters.target.slab import Slab
@@ -41,14 +41,27 @@ class OneLayerState(DrafterState):
 
 
 class OneLayer(Drafter[OneLayerState]):
-    """A family says what its states are (`fuse`, `fed_back`) and what its layer is (`inputs`,
-    `attention`, `finish`); hidden states of an unroll are what `finish` returns."""
+    """A family says what its states are (`fuse`, `fed_back`) and what its layer reads (`inputs`).
+
+    The layer is what `add_layer` makes, unless `attention` and `finish` name another. Hidden states
+    of an unroll are what `finish` returns.
+    """
 
     trees = True
+    self_attn: SelfAttention
+    post_attention_layernorm: RMSNorm
+    mlp: MLP
+
+    def add_layer(self, block: BlockConfig, width: int) -> None:
+        """A Llama layer, under the names that servers read, whose attention reads `width` numbers;
+        the norm before it is the family's own."""
+        self.self_attn = SelfAttention(block, width)
+        self.post_attention_layernorm = RMSNorm(block.hidden_size, block.rms_norm_eps)
+        self.mlp = MLP(block)
 
     @property
-    @abstractmethod
-    def attention(self) -> SelfAttention: ...
+    def attention(self) -> SelfAttention:
+        return self.self_attn
 
     @abstractmethod
     def fuse(self, features: dict[str, Tensor]) -> Tensor:
@@ -59,9 +72,10 @@ class OneLayer(Drafter[OneLayerState]):
         """What attention reads (B, T, input_size), and the residual (B, T, H), of pairs at
         position (B, T)."""
 
-    @abstractmethod
     def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
         """The layer's output (B, T, H) of attention results (B, heads, T, D)."""
+        hidden = residual + self.self_attn.output(mixed)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
     def fed_back(self, output: Tensor) -> Tensor:
         """The state that the next depth reads, of the layer's output."""
@@ -70,21 +84,21 @@ class OneLayer(Drafter[OneLayerState]):
     def unroll(self, batch: Batch, alignment: Alignment) -> Unroll:
         """Depth 0 is one causal pass; deeper ones see depth 0's keys and their own diagonal.
 
-        Every position gives depth 0 its keys; only anchors ask.
+        Every position gives depth 0 its keys; only anchors have queries.
         """
         row = torch.arange(batch.tokens.shape[0], device=batch.device).unsqueeze(1)
-        at = alignment.anchors.clamp(min=0)  # (B, A)
+        anchor = alignment.anchors.clamp(min=0)  # (B, A)
         attend = self.attention
         following = F.pad(batch.tokens[:, 1:], (0, 1))  # x_{t+1} beside state_t
         x, residual = self.inputs(following, self.fuse(batch.features), batch.position)
         key0, value0 = (attend.over_groups(kv) for kv in attend.keys(x, batch.position))
-        position, segment = batch.position[row, at], batch.segment[row, at]
+        position, segment = batch.position[row, anchor], batch.segment[row, anchor]
         seen = segment.unsqueeze(2) == batch.segment.unsqueeze(1)
         seen &= batch.position.unsqueeze(1) <= position.unsqueeze(2)
         seen = seen.unsqueeze(1)  # (B, 1, A, T)
-        query = attend.queries(x[row, at], position)  # (B, h, A, D)
+        query = attend.queries(x[row, anchor], position)  # (B, h, A, D)
         mixed = F.scaled_dot_product_attention(query, key0, value0, attn_mask=seen)
-        hidden = self.finish(residual[row, at], mixed)  # (B, A, H)
+        hidden = self.finish(residual[row, anchor], mixed)  # (B, A, H)
         states = [hidden]
         keys, values = [], []
         for j in range(1, alignment.exists.shape[2]):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Self
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftsmith.drafters.base import Drafter, State
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.target.shell import Shell
 from draftsmith.drafters.vocab import VocabMap, most_frequent
 
 DraftVocab = Annotated[
@@ -20,23 +22,41 @@ DraftVocab = Annotated[
 ]
 
 
+def draft_size(asked: int | None, target: Shell) -> int:
+    """Vd of a config's `draft_vocab`. Raises UserError for more tokens than the target has."""
+    if asked is not None and asked > target.vocab_size:
+        raise UserError(
+            f"draft_vocab: {asked} is more than the target's {target.vocab_size} tokens"
+        )
+    return asked or target.vocab_size
+
+
 class ReducedVocab(Drafter[State]):
     """Base of the families whose draft vocabulary may be smaller than the target's."""
+
+    @classmethod
+    def create(cls, target: Shell, config: Any, counts: Tensor | None = None) -> Self:
+        """A fresh drafter: it can draft the tokens counted most often in counts (V,), unless that
+        is all; its own heads start as the target's. Raises UserError where there are no counts."""
+        drafter = cls(target, config)
+        size = drafter.config.draft_vocab
+        if size < target.vocab_size:
+            if counts is None:
+                raise UserError("draft_vocab: needs training answers to count tokens in")
+            drafter.set_vocab(most_frequent(counts, size))
+        with torch.no_grad():
+            for head in drafter.own_heads():
+                head.get_parameter("weight").copy_(drafter.target_rows())
+        return drafter
+
+    @abstractmethod
+    def own_heads(self) -> Iterable[nn.Module]:
+        """The lm_heads that it trains."""
 
     def keep(self, size: int) -> None:
         """Makes room for `size` target ids; until they are set, the lowest stand there."""
         if size < self.target.vocab_size:
             self.register_buffer("draft_ids", torch.arange(size))
-
-    def choose(self, size: int | None, counts: Tensor | None) -> None:
-        """Keeps the tokens counted most often in counts (V,), unless all are kept.
-
-        Raises UserError where there are no counts.
-        """
-        if size is not None and size < self.target.vocab_size:
-            if counts is None:
-                raise UserError("draft_vocab: needs training answers to count tokens in")
-            self.set_vocab(most_frequent(counts, size))
 
     def set_vocab(self, vocab: VocabMap) -> None:
         self.vocab = vocab.to(next(self.parameters()).device)

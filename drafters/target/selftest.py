@@ -1,4 +1,5 @@
-"""What a model proves when it is loaded: that our ways of reading it give transformers' logits.
+"""What a model proves when it is loaded: that our ways of reading it give transformers' logits; and
+later, whether its verify pass can be a CUDA graph (`capture_problem`).
 
 The reference is transformers' own eager forward of two short texts before anything is replaced.
 They share a prompt and a root and then part, so that together they are the two leaves of one tree:
@@ -9,13 +10,16 @@ They share a prompt and a root and then part, so that together they are the two 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from draftsmith.drafters.errors import reason
 from draftsmith.drafters.target.attention import (
     attend_by,
     chain_step,
@@ -27,10 +31,13 @@ from draftsmith.drafters.target.causal_lm import CausalLM
 from draftsmith.drafters.target.chain_cache import ChainCache
 from draftsmith.drafters.target.slab import Slab
 
+if TYPE_CHECKING:
+    from draftsmith.drafters.target.target import Target
+
 PROMPT = 9  # tokens; the root is the next
 ROOM = PROMPT + 6  # slots that `slab_gap` needs
 _PARENTS = [-1, 0, 0, 1, 2]  # root, a, b, c, c'
-_WHERE = [(0, 9), (0, 10), (1, 10), (0, 11), (1, 11)]  # (text, position) of each node
+_STANDS = [(0, 9), (0, 10), (1, 10), (0, 11), (1, 11)]  # (text, position) of each node
 _ACCEPTED = [0, 2, 4]  # root, b, c': not the first slots, so that gather has work to do
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 
@@ -73,8 +80,7 @@ def outcome(check: Callable[[], float]) -> tuple[float, str]:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever the code of a family that was never tried here raises
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        return math.inf, f"cannot be had ({reason})"
+        return math.inf, f"cannot be had ({reason(error)})"
     return gap, f"differ from transformers' own by {gap:.3g}"
 
 
@@ -98,7 +104,7 @@ def slab_gap(lm: CausalLM, reference: Tensor, slab: Slab) -> float:
     prompt = texts[:1, :PROMPT]
     gaps.append(_gap(lm.head(lm(prompt, chain_step(slab, PROMPT)).final), reference[:1, :PROMPT]))
     commit(PROMPT)
-    text, position = torch.tensor(_WHERE, device=lm.device).unbind(1)
+    text, position = torch.tensor(_STANDS, device=lm.device).unbind(1)
     parents = torch.tensor([_PARENTS], device=lm.device)
     step = tree_step(slab, *tree_shape(parents))
     final = lm(texts[text, position].unsqueeze(0), step).final
@@ -139,3 +145,45 @@ def _gap(ours: Tensor, theirs: Tensor) -> float:
 def _largest(gaps: list[float]) -> float:
     """NaN where one of them is, which Python's `max` would pass over."""
     return torch.tensor(gaps).max().item()
+
+
+@torch.no_grad()
+def capture_problem(target: Target, nodes: int = 4, rows: int = 1) -> str | None:
+    """Why a verify pass of rows x nodes tokens cannot be captured: a few words, or None.
+
+    A graph replays kernels only: a forward that looks at a value on the host cannot be captured. On
+    fake tensors, which have shapes but no values, such a look raises, on any device. Known ones:
+    experts that loop on the host, `dynamic` rope, `longrope` before transformers 5.20, and layers
+    spread by accelerate's device_map, whose hooks copy.
+    """
+    if not target.trees:
+        return "it decodes on transformers' own cache"
+    modules = list(target.hf.modules())
+    if any(hasattr(module, "_hf_hook") for module in modules):
+        return "accelerate's device_map hooks copy tensors inside the forward"
+    # What a forward caches on its modules (longrope its frequencies) would stay fake.
+    before = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
+    target.fit_experts(rows * nodes)
+    noise = logging.getLogger("torch._subclasses.fake_tensor")  # prints a traceback of its own
+    level = noise.level
+    noise.setLevel(logging.CRITICAL)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            slab = Slab(rows, nodes, target.device)
+            slab.bound = 0
+            parents = torch.arange(-1, nodes - 1, device=target.device).expand(rows, -1)
+            step = tree_step(slab, *tree_shape(parents))
+            out = target(torch.zeros_like(parents), step, [0, target.num_layers])
+            target.head(out.final)
+    except RuntimeError as error:  # a host read, or experts by grouped_mm in fp32
+        why = getattr(error, "func", None) or str(error).strip().splitlines()[0]
+        return f"its forward cannot run without values ({why})"
+    finally:
+        noise.setLevel(level)
+        target.use_experts("as loaded")
+        for module, attributes, buffers in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+    return None

@@ -20,7 +20,7 @@ from torch import Tensor
 from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
-from draftsmith.drafters.target.capture import capture_problem
+from draftsmith.drafters.target.selftest import capture_problem
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.graphs import Graphs
 from draftsmith.eval.decoder.round import Rounds

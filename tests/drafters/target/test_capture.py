@@ -13,8 +13,8 @@ import tiny
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target import target as target_module
 from draftsmith.drafters.target.attention import chain_step
-from draftsmith.drafters.target.capture import capture_problem
 from draftsmith.drafters.target.causal_lm import CausalLM
+from draftsmith.drafters.target.selftest import capture_problem
 from draftsmith.drafters.target.slab import Slab
 from draftsmith.drafters.target.target import Target
 from targets import LONGROPE, build_as, close, pair, plain, random_tokens

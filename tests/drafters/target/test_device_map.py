@@ -17,8 +17,8 @@ from draftsmith.drafters import base
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.attention import packed_step
-from draftsmith.drafters.target.capture import capture_problem
 from draftsmith.drafters.target.causal_lm import CausalLM
+from draftsmith.drafters.target.selftest import capture_problem
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocab import VocabMap
 from draftsmith.eval.decoder.loop import Decoder

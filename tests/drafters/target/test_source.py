@@ -19,8 +19,7 @@ from transformers import PreTrainedTokenizerFast as Fast
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target import gguf_source
 from draftsmith.drafters.target.shell import template_hash, tokenizer_hash
-from draftsmith.drafters.target.source import Source, resolve
-from draftsmith.drafters.target.weight_files import MIB, fingerprint
+from draftsmith.drafters.target.source import MIB, Source, fingerprint, resolve
 from ggufs import MERGES, SPECIALS, TEMPLATE, tiny_model, vocabulary, write_gguf
 
 

@@ -2,7 +2,7 @@
 
 The rule: anchor a is the last position whose features are known, the root is x_{a+1}. Depth j
 predicts x_{a+2+j} and is compared with the target's distribution at position a+1+j. Everything
-that needs an offset (labels, masks, target rows) asks `Alignment`, nothing writes `+ 1` itself.
+that needs an offset (labels, masks, target rows) reads `Alignment`; nothing else writes `+ 1`.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def span_ends(batch: Batch) -> Tensor:
     T = made.shape[1]
     stays = torch.zeros_like(made)  # the span goes on at t + 1
     stays[:, :-1] = made[:, 1:] & (segment[:, 1:] == segment[:, :-1])
-    where = torch.arange(T, device=made.device).expand_as(segment)
-    stop = torch.where(stays, T, where)
+    index = torch.arange(T, device=made.device).expand_as(segment)
+    stop = torch.where(stays, T, index)
     ends = stop.flip(1).cummin(1).values.flip(1)
     return torch.where(made, ends, -1)
 
@@ -107,8 +107,8 @@ def all_anchors(batch: Batch) -> Tensor:
     is_anchor[:, :-1] = batch.made[:, 1:] & same
     A = max(int(is_anchor.sum(1).max()), 1)
     T = is_anchor.shape[1]
-    where = torch.arange(T, device=batch.device).expand_as(is_anchor)
-    order = torch.where(is_anchor, where, T).sort(1).values[:, :A]
+    index = torch.arange(T, device=batch.device).expand_as(is_anchor)
+    order = torch.where(is_anchor, index, T).sort(1).values[:, :A]
     return torch.where(order < T, order, -1)
 
 

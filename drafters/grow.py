@@ -205,13 +205,13 @@ def _layers(tree: StaticTree, device: torch.device) -> tuple[list[_Layer], Tenso
     fed: list[int] = []
     out = []
     for j in range(tree.k):
-        nodes = [i for i, of in enumerate(children) if depth[i] == j and of]
-        parent = [fed.index(tree.parents[i]) if j else 0 for i in nodes]
+        nodes = [i for i in range(tree.nodes) if depth[i] == j and children[i]]
+        parents = [fed.index(tree.parents[i]) if j else 0 for i in nodes]
         fed += nodes
         lines = [_line(tree.parents, i) for i in nodes]
         seen = torch.tensor([[f in line for f in fed] for line in lines], device=device)
-        of = [children[i] for i in nodes]
-        out.append(_Layer(nodes, torch.tensor(parent, device=device), seen, of))
+        parent = torch.tensor(parents, device=device)
+        out.append(_Layer(nodes, parent, seen, [children[i] for i in nodes]))
     return out, torch.tensor(tree.parents, device=device)
 
 
@@ -242,20 +242,20 @@ def _static(
         front = torch.stack([tokens[i] for i in layer.nodes], dim=1)  # (B, W)
         logits = forward(front, layer.parent.expand(B, -1), layer.seen.expand(B, -1, -1))
         if not tree.drawn:
-            most = 1 + max(rank for of in layer.children for _, rank in of)
+            most = 1 + max(rank for below in layer.children for _, rank in below)
             top = logits.float().topk(min(most + 1, logits.shape[-1]), dim=-1)
             close = -top.values.diff(dim=-1)  # a rank and the next
             margin = torch.minimum(margin, F.pad(close, (0, 1), value=math.inf).flatten(1).amin(1))
             best = vocab.to_target(top.indices)  # (B, W, most or most + 1)
-            for w, of in enumerate(layer.children):
-                for child, rank in of:
+            for w, children in enumerate(layer.children):
+                for child, rank in children:
                     tokens[child] = best[:, w, rank]
             continue
         law = sampler.probs(logits)  # (B, W, Vd)
         laws = laws or [torch.zeros_like(law[:, 0])] * tree.nodes
-        for w, of in enumerate(layer.children):
+        for w, children in enumerate(layer.children):
             laws[layer.nodes[w]] = left = law[:, w]
-            for child, _ in of:
+            for child, _ in children:
                 uniform = noise.uniform(Purpose.DRAFT, position + 1 + j, child)
                 # Where the law has run out of tokens the accept rule refuses the child.
                 token = pick(left, uniform).clamp(max=left.shape[1] - 1)  # (B,)

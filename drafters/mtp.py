@@ -109,7 +109,7 @@ class Mtp(Drafter[State]):
     config: MtpConfig
 
     def __new__(cls, target: Shell | None = None, config: MtpConfig | None = None) -> Mtp:
-        """Copying a drafter asks its own class, without arguments."""
+        """copy.deepcopy calls it with a class of ours alone."""
         if cls is not Mtp or config is None:
             return super().__new__(cls)
         return super().__new__(ChainMtp if config.modules > 1 else SharedMtp)
@@ -126,7 +126,7 @@ class Mtp(Drafter[State]):
     def create(cls, target: Shell, config: MtpConfig, counts: Tensor | None = None) -> Mtp:
         """A fresh drafter, or one with the target's own MTP weights.
 
-        Raises UserError where init asks for those of a target that has none, or such as no block
+        Raises UserError where init names those of a target that has none, or such as no block
         here holds.
         """
         if config.init == "fresh":
@@ -189,7 +189,7 @@ class ChainMtp(Mtp[ChainState]):
 
     def unroll(self, batch: Batch, alignment: Alignment) -> Unroll:
         """Modules are one causal pass each, over all rows: the next one reads them."""
-        at = alignment.anchors.clamp(min=0).unsqueeze(2)  # (B, A, 1)
+        anchor = alignment.anchors.clamp(min=0).unsqueeze(2)  # (B, A, 1)
         seen = batch.segment.unsqueeze(2) == batch.segment.unsqueeze(1)
         seen &= batch.position.unsqueeze(1) <= batch.position.unsqueeze(2)  # (B, T, T)
         state, states = self.fuse(batch.features), []
@@ -201,7 +201,7 @@ class ChainMtp(Mtp[ChainState]):
             query = attend.queries(x, batch.position)
             mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=seen.unsqueeze(1))
             state = self.module(j).finish(residual, mixed)  # (B, T, H)
-            states.append(state.gather(1, at.expand(-1, -1, state.shape[2])))
+            states.append(state.gather(1, anchor.expand(-1, -1, state.shape[2])))
         return Unroll.of_states(torch.stack(states, dim=2), alignment, batch)
 
     def start(self, rows: int, capacity: int) -> ChainState:

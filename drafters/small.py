@@ -179,8 +179,8 @@ def _pruned(target: Shell, layers: list[int], embeddings: str) -> Any:
 def _from_checkpoint(target: Shell, config: SmallConfig) -> tuple[Any, SmallConfig]:
     """The HF model of config.checkpoint, and the config that can build it again."""
     if config.architecture is not None:
-        about = AutoConfig.for_model(**config.architecture)
-        return AutoModelForCausalLM.from_config(about, dtype=torch.float32), config
+        known = AutoConfig.for_model(**config.architecture)
+        return AutoModelForCausalLM.from_config(known, dtype=torch.float32), config
     assert config.checkpoint is not None
     source = resolve(config.checkpoint)
     with loading(f"checkpoint: {config.checkpoint} (a model and its tokenizer)"):

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 def save(drafter: Drafter, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
     """Writes config.json and model.safetensors (weights; None: its own) into a folder."""
-    about = {
+    config = {
         "format": 1,
         "family": drafter.family,
         "config": drafter.config.stored(),
@@ -30,7 +30,7 @@ def save(drafter: Drafter, folder: Path, weights: dict[str, Tensor] | None = Non
     stored = drafter.weights() if weights is None else weights
     tensors = {n: t.cpu() for n, t in stored.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(about, indent=1) + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -39,18 +39,18 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{folder}: no drafter there (config.json is missing); give a checkpoint")
     try:
-        about = json.loads(path.read_text())
+        stored = json.loads(path.read_text())
     except ValueError as error:  # not JSON, or not even text
         raise UserError(f"{path}: not valid JSON ({error}); copy the checkpoint again") from None
     parts = {"family": str, "config": dict, "target": dict}
-    if not isinstance(about, dict) or any(
-        not isinstance(about.get(key), kind) for key, kind in parts.items()
+    if not isinstance(stored, dict) or any(
+        not isinstance(stored.get(key), kind) for key, kind in parts.items()
     ):
         raise UserError(
             f"{path}: not a draftsmith drafter (no family, config and target in it); "
             "give a folder that `draftsmith train` wrote"
         )
-    return about
+    return stored
 
 
 def load(folder: Path, target: Shell) -> Drafter:
@@ -67,12 +67,12 @@ def read(folder: Path, target: Shell) -> Drafter:
     Raises UserError when it was made for another target, or its tensors are not exactly those
     that its config asks for.
     """
-    about = read_config(folder)
-    check_target(folder, about["target"], target)
+    stored = read_config(folder)
+    check_target(folder, stored["target"], target)
     with naming(folder / "config.json"):
-        cls = family(about["family"])
+        cls = family(stored["family"])
         try:
-            config = cls.Config(**about["config"])
+            config = cls.Config(**stored["config"])
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"]))
@@ -116,7 +116,7 @@ def fill(drafter: Drafter, stored: dict[str, Tensor], path: Path) -> None:
 
 def check_target(folder: Path, made_for: dict[str, Any], target: Shell) -> None:
     """Raises UserError unless a drafter made for `made_for` fits `target`."""
-    here = target.identity()
+    own = target.identity()
     remedy = f"give the target it was made for ({made_for.get('spec')})"
     for key, word in (
         ("tokenizer_hash", "tokenizer"),
@@ -124,19 +124,19 @@ def check_target(folder: Path, made_for: dict[str, Any], target: Shell) -> None:
         ("hidden_size", "hidden size"),
         ("num_layers", "number of layers"),
     ):
-        if made_for.get(key) != here[key]:
+        if made_for.get(key) != own[key]:
             raise UserError(
                 f"{folder}: this drafter was made for another {word} "
-                f"({str(made_for.get(key))[:12]}, the target has {str(here[key])[:12]}); {remedy}"
+                f"({str(made_for.get(key))[:12]}, the target has {str(own[key])[:12]}); {remedy}"
             )
-    if made_for.get("adapted_from") != here.get("adapted_from"):
+    if made_for.get("adapted_from") != own.get("adapted_from"):
         raise UserError(
             f"{folder}: this drafter was made for {made_for.get('spec')} at revision "
-            f"{str(made_for.get('revision'))[:12]}, not {here['spec']} at {here['revision'][:12]}: "
+            f"{str(made_for.get('revision'))[:12]}, not {own['spec']} at {own['revision'][:12]}: "
             f"adapting a target makes another one; {remedy}, or train a drafter for this one"
         )
-    if made_for.get("revision") != here["revision"]:
+    if made_for.get("revision") != own["revision"]:
         logger.warning(
             "%s was made for revision %.12s of its target, this one is %.12s: output stays exact, "
-            "acceptance may differ", folder, made_for.get("revision"), here["revision"],
+            "acceptance may differ", folder, made_for.get("revision"), own["revision"],
         )  # fmt: skip

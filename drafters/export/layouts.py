@@ -79,12 +79,12 @@ def llama_body(drafter: Eagle | Eagle1, length: int) -> dict[str, Any]:
     }
 
 
-# EAGLE-3
-
-
 def block_of(drafter: Eagle | Eagle1) -> BlockConfig:
     assert drafter.config.block is not None  # filled in by the constructor
     return drafter.config.block
+
+
+# EAGLE-3
 
 
 def layer_ids(drafter: Eagle) -> list[int]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.eagle import Eagle
-from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.errors import UserError, reason
 from draftsmith.drafters.export import layouts
 from draftsmith.drafters.export.server import D, Draft, Row, Server, Serving
 from draftsmith.drafters.small import Small
@@ -87,8 +87,8 @@ def _check_tokenizer(drafter: Drafter, serving: Serving) -> None:
     try:
         fields = gguf.GGUFReader(str(path)).fields
     except (OSError, ValueError, IndexError, KeyError) as error:
-        line = " ".join(str(error).split())
-        raise UserError(f"{path}: cannot be read as GGUF ({line}); give another") from None
+        text = f"{path}: cannot be read as GGUF ({reason(error)}); give another"
+        raise UserError(text) from None
     names = [f"tokenizer.ggml.{key}" for key in ("tokens", "token_type")]
     if any(name not in fields for name in names):
         raise UserError(f"{path}: holds no tokenizer; give the GGUF of the target itself")

@@ -94,7 +94,7 @@ def _medusa(drafter: Medusa, serving: Serving) -> layouts.Form:
     """vLLM's own names. One lm_head for all heads, the target's, is written once
     (original_lm_head)."""
     config, target = drafter.config, drafter.target
-    about = {
+    stored = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
         "hidden_size": target.hidden_size,
@@ -115,7 +115,7 @@ def _medusa(drafter: Medusa, serving: Serving) -> layouts.Form:
             tensors[f"lm_heads.{head}.weight"] = drafter.lm_heads.get_parameter(f"{head}.weight")
     if drafter.lm_heads is None:
         tensors["lm_heads.0.weight"] = drafter.target_rows()
-    return about, tensors
+    return stored, tensors
 
 
 def words(
@@ -148,7 +148,7 @@ def start(drafter: Drafter, draft: Draft, serving: Serving) -> str:
 
 
 # v1/spec_decode: the proposer that EAGLE and draft models share keeps q, with the request's
-# temperature, but never its top-k and top-p; Medusa's takes the argmax whatever it is told.
+# temperature, but never its top-k and top-p; Medusa's always takes the argmax.
 ROWS: dict[str, Row[Any]] = {
     "eagle": Row("eagle3", _check_eagle3, layouts.head(_eagle3), lambda drafter: True),
     "eagle1": Row("eagle", _check_eagle1, layouts.head(_eagle1), lambda drafter: True),

@@ -1,6 +1,6 @@
 """Drafters in other toolkits' and servers' formats, read as draftsmith drafters.
 
-    config.json tells                                        read by
+    config.json has                                          read by
     family and target                                        storage.load (our own)
     speculators_model_type eagle3                            eagle (vLLM, speculators)
     draft_vocab_size, or an architecture of EAGLE-3          eagle (EAGLE, SGLang, TensorRT-LLM)
@@ -44,41 +44,41 @@ def read(path: Path, target: Shell) -> Drafter:
     Raises UserError for a format or setting that draftsmith does not have, for tensors that are
     missing, left over or of another shape, and for another target's drafter.
     """
-    about = files.config(path)
-    if ours(about):
+    settings = files.config(path)
+    if ours(settings):
         return storage.read(path, target)
-    reader = _reader(path, about)
+    reader = _reader(path, settings)
     if (card := _card(path)) is not None:
         storage.check_target(path, card, target)
     try:
-        return reader(path, about, target)
+        return reader(path, settings, target)
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"{path}: {first['loc'][0]}: {first['msg']}; correct its config") from None
 
 
-def ours(about: dict[str, Any]) -> bool:
-    return "family" in about and isinstance(about.get("target"), dict)
+def ours(settings: dict[str, Any]) -> bool:
+    return "family" in settings and isinstance(settings.get("target"), dict)
 
 
 Reader = Callable[[Path, dict[str, Any], Shell], Drafter]
 
 
-def _reader(path: Path, about: dict[str, Any]) -> Reader:
+def _reader(path: Path, settings: dict[str, Any]) -> Reader:
     """What reads this format. Raises UserError for one that none does."""
     if files.gguf_in(path) is not None:
         return gguf.read
-    kind = about.get("speculators_model_type")
-    architectures = about.get("architectures") or ["?"]
+    kind = settings.get("speculators_model_type")
+    architectures = settings.get("architectures") or ["?"]
     if kind not in (None, "eagle3"):
         raise UserError(f"{path}: speculators' {kind} is not read here; known is eagle3")
-    if kind or "draft_vocab_size" in about or "Eagle3" in architectures[0]:
+    if kind or "draft_vocab_size" in settings or "Eagle3" in architectures[0]:
         return eagle.read_eagle3
-    if "medusa_num_heads" in about or about.get("model_type") == "medusa":
+    if "medusa_num_heads" in settings or settings.get("model_type") == "medusa":
         return medusa.read
     if "Eagle" in architectures[0]:
         return eagle.read_eagle1
-    if "model_type" in about:
+    if "model_type" in settings:
         return eagle.read_eagle1 if "fc.weight" in files.names(path) else _small
     raise UserError(
         f"{path}: no format that is known here ({architectures[0]}); give EAGLE or Medusa heads "
@@ -86,7 +86,7 @@ def _reader(path: Path, about: dict[str, Any]) -> Reader:
     )
 
 
-def _small(path: Path, about: dict[str, Any], target: Shell) -> Small:
+def _small(path: Path, settings: dict[str, Any], target: Shell) -> Small:
     return Small(target, SmallConfig(checkpoint=str(path)))
 
 
@@ -95,14 +95,14 @@ def made_for(path: Path) -> str | None:
 
     Raises UserError where `load` could not read the folder whatever the target.
     """
-    about = files.config(path)
-    if not ours(about):
-        _reader(path, about)
+    settings = files.config(path)
+    if not ours(settings):
+        _reader(path, settings)
     if (card := _card(path)) is not None:
         return card.get("spec")
-    verifier = about.get("speculators_config", {}).get("verifier", {})
-    named = about.get("base_model_name_or_path") or verifier.get("name_or_path")
-    return about["target"].get("spec") if ours(about) else named
+    verifier = settings.get("speculators_config", {}).get("verifier", {})
+    named = settings.get("base_model_name_or_path") or verifier.get("name_or_path")
+    return settings["target"].get("spec") if ours(settings) else named
 
 
 def _card(path: Path) -> dict[str, Any] | None:

@@ -28,13 +28,13 @@ from draftsmith.drafters.target.shell import Shell
 from draftsmith.drafters.vocab import VocabMap
 
 
-def read_eagle3(folder: Path, about: dict[str, Any], target: Shell) -> Eagle:
+def read_eagle3(folder: Path, settings: dict[str, Any], target: Shell) -> Eagle:
     """See `foreign.load`."""
     path = folder / "config.json"
-    speculators = "speculators_model_type" in about
-    shape = about["transformer_layer_config"] if speculators else about
+    speculators = "speculators_model_type" in settings
+    shape = settings["transformer_layer_config"] if speculators else settings
     block = _llama_block(path, shape)
-    flags = about | about.get("eagle_config", {})
+    flags = settings | settings.get("eagle_config", {})
     if flags.get("eh_proj_before_attn") or flags.get("parallel_draft_step", 1) > 1:
         raise UserError(
             f"{path}: eh_proj_before_attn or parallel_draft_step is set; draftsmith's EAGLE-3 has "
@@ -48,17 +48,17 @@ def read_eagle3(folder: Path, about: dict[str, Any], target: Shell) -> Eagle:
     tensors = Tensors(folder)
     tensors.rename("model.", "")
     tensors.rename("midlayer.", "layers.0.")
-    size = about.get("draft_vocab_size") or target.vocab_size
+    size = settings.get("draft_vocab_size") or target.vocab_size
     ids = _vocab(tensors, size, target.vocab_size)
     own = "lm_head.weight" in tensors.left
     if not own and size != target.vocab_size:
         tensors.take("lm_head.weight")  # says that it is missing
     config = EagleConfig(
-        taps=list(_taps(path, about, shape, target)),
+        taps=list(_taps(path, settings, shape, target)),
         draft_vocab=size,
         head="own" if own else "target",
         # The two layouts' defaults in vLLM, llama_eagle3.py and configs/speculators/algos.py.
-        norm_before_residual=about.get("norm_before_residual", speculators),
+        norm_before_residual=settings.get("norm_before_residual", speculators),
         norm_before_fc=bool(flags.get("norm_before_fc")),
         fc_norm=bool(flags.get("fc_norm") or flags.get("use_aux_norm")),
         norm_output=bool(flags.get("norm_output") or flags.get("return_hidden_post_norm")),
@@ -79,9 +79,9 @@ def read_eagle3(folder: Path, about: dict[str, Any], target: Shell) -> Eagle:
     return drafter
 
 
-def read_eagle1(folder: Path, about: dict[str, Any], target: Shell) -> Eagle1:
+def read_eagle1(folder: Path, settings: dict[str, Any], target: Shell) -> Eagle1:
     """See `foreign.load`."""
-    block = _llama_block(folder / "config.json", about)
+    block = _llama_block(folder / "config.json", settings)
     with naming(folder / "config.json"):
         drafter = Eagle1(target, Eagle1Config(block=block))
     H = block.hidden_size
@@ -124,10 +124,10 @@ def _llama_block(path: Path, shape: dict[str, Any]) -> BlockConfig:
     )
 
 
-def _taps(path: Path, about: dict[str, Any], shape: dict[str, Any], target: Shell) -> list[int]:
+def _taps(path: Path, settings: dict[str, Any], shape: dict[str, Any], target: Shell) -> list[int]:
     """Layer ids as we count them. Raises UserError where the two ways of writing them disagree."""
-    outer = about.get("eagle_aux_hidden_state_layer_ids")
-    inner = about.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
+    outer = settings.get("eagle_aux_hidden_state_layer_ids")
+    inner = settings.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
     if inner is not None:
         inner = [output + 1 for output in inner]
     if outer and inner and outer != inner:
@@ -137,7 +137,7 @@ def _taps(path: Path, about: dict[str, Any], shape: dict[str, Any], target: Shel
         )
     layers = target.num_layers
     taps = outer or inner or [2, layers // 2, layers - 3]
-    count = shape.get("num_aux_hidden_states", about.get("num_aux_hidden_states", len(taps)))
+    count = shape.get("num_aux_hidden_states", settings.get("num_aux_hidden_states", len(taps)))
     if count != len(taps):
         raise UserError(f"{path}: num_aux_hidden_states is {count}, it names {len(taps)} layers")
     return taps

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.eagle import Eagle, EagleConfig
-from draftsmith.drafters.errors import UserError, loading, naming
+from draftsmith.drafters.errors import UserError, loading, naming, reason
 from draftsmith.drafters.foreign.files import StoredConfig, gguf_in, same_embeddings
 from draftsmith.drafters.parts.layers import BlockConfig
 from draftsmith.drafters.small import Small, SmallConfig
@@ -39,15 +39,14 @@ _BLOCK = {
 }
 
 
-def read(path: Path, about: dict[str, Any], target: Shell) -> Drafter:
+def read(path: Path, settings: dict[str, Any], target: Shell) -> Drafter:
     """See `foreign.load`."""
     file = gguf_in(path)
     assert file is not None
     try:
         reader = GGUFReader(str(file))
     except (ValueError, IndexError, KeyError, OverflowError) as error:
-        line = " ".join(str(error).split())
-        raise UserError(f"{file}: cut short or broken ({line}); copy it again") from None
+        raise UserError(f"{file}: cut short or broken ({reason(error)}); copy it again") from None
     fields = {name: field.contents() for name, field in reader.fields.items() if "." in name}
     keys = StoredConfig(file, fields)
     if len(keys["tokenizer.ggml.tokens"]) != target.vocab_size:

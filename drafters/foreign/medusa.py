@@ -22,18 +22,19 @@ from draftsmith.drafters.parts.heads import HeadsConfig
 from draftsmith.drafters.target.shell import Shell
 
 
-def read(folder: Path, about: dict[str, Any], target: Shell) -> Medusa:
+def read(folder: Path, settings: dict[str, Any], target: Shell) -> Medusa:
     """See `foreign.load`."""
-    heads = about["medusa_num_heads"] if "medusa_num_heads" in about else about["num_heads"]
-    layers = about.get("medusa_num_layers", about.get("num_hidden_layers", 1))
+    authors = "medusa_num_heads" in settings
+    heads = settings["medusa_num_heads" if authors else "num_heads"]
+    layers = settings.get("medusa_num_layers", settings.get("num_hidden_layers", 1))
     H = target.hidden_size
-    if about.get("hidden_size", H) != H:
+    if settings.get("hidden_size", H) != H:
         raise UserError(
-            f"{folder / 'config.json'}: hidden_size is {about['hidden_size']}, the target "
+            f"{folder / 'config.json'}: hidden_size is {settings['hidden_size']}, the target "
             f"{target.source.spec} has {H}; give the target that these heads were made for"
         )
-    biased = about.get("medusa_fc_bias", "medusa_num_heads" in about)  # the authors' always are
-    size = about.get("truncated_vocab_size") or target.vocab_size
+    biased = settings.get("medusa_fc_bias", authors)  # theirs always are
+    size = settings.get("truncated_vocab_size") or target.vocab_size
     tensors = Tensors(folder)
     tensors.rename("medusa_heads.", "")
     for h in range(heads):  # authors' names to vLLM's
@@ -47,7 +48,7 @@ def read(folder: Path, about: dict[str, Any], target: Shell) -> Medusa:
             stored[f"{ours}.weight"] = tensors.take(f"{theirs}.weight", H, H)
             bias = tensors.take(f"{theirs}.bias", H) if biased else torch.zeros(H)
             stored[f"{ours}.bias"] = bias
-        shared = h > 0 and about.get("original_lm_head")
+        shared = h > 0 and settings.get("original_lm_head")
         name = f"lm_heads.{h}.weight"
         stored[name] = stored["lm_heads.0.weight"] if shared else tensors.take(name, size, H)
     if size < target.vocab_size:

@@ -35,7 +35,7 @@ def dense(
     query: Tensor, key0: Tensor, value0: Tensor, seen: Tensor, keys: list[Tensor], values: list
 ) -> Tensor:
     """The same with all scores (B, h, A, T) in memory: for devices whose fused attention does not
-    hand out its log-sum-exp in this form, and what the merged one is tested against."""
+    return its log-sum-exp in this form, and what the merged one is tested against."""
     scale = query.shape[-1] ** -0.5
     past = (query @ key0.transpose(-1, -2)) * scale
     past = past.masked_fill(~seen, float("-inf"))

@@ -90,7 +90,7 @@ class Shipped:
 
     def load(self) -> list[dict[str, Tensor]]:
         """Each module's tensors under our names, in fp32."""
-        return [{ours: self._read(ours, name) for ours, name in of.items()} for of in self.modules]
+        return [{k: self._read(k, name) for k, name in names.items()} for names in self.modules]
 
     def _read(self, ours: str, name: str) -> Tensor:
         with safe_open(self.files[name], "pt") as file:
@@ -121,12 +121,12 @@ def find(target: Shell, count: int) -> Shipped:
     shipped = sum(map(bool, modules))
     if shipped < count:
         raise UserError(f"modules: {count}, but {spec} ships {shipped} MTP module(s); lower it")
-    for of in modules:
-        _check_names(spec, of)
+    for names in modules:
+        _check_names(spec, names)
     block = _block(target, files, modules[0])
     if block.gated:
         query, gate = _GATED
-        modules = [of | {gate: of[query]} for of in modules]
+        modules = [names | {gate: names[query]} for names in modules]
     return Shipped(block, layout, modules, files, _offset(target))
 
 
@@ -191,7 +191,7 @@ def _block(target: Shell, files: dict[str, Path], module: dict[str, str]) -> Blo
 
 @torch.no_grad()
 def _offset(target: Shell) -> bool:
-    """Whether the target's norms multiply by 1 + weight (Gemma, Qwen3-Next), told by its last."""
+    """Whether the target's norms multiply by 1 + weight (Gemma, Qwen3-Next): its final one."""
     weight = cast(Tensor, target.norm.weight).float()
     x = torch.ones_like(weight)  # its root mean square is 1
     scale = target.norm(x.to(target.dtype)).float()

@@ -41,6 +41,8 @@ class Ends(nn.Module):
         super().__init__()
         self.hf = hf
         self.config = hf.config.get_text_config()
+        self.hidden_size: int = self.config.hidden_size
+        self.num_layers: int = self.config.num_hidden_layers
         decoder, layers = self._find_layers()
         # In a dict, so that they are not registered twice as modules.
         self._parts: dict[str, Any] = {"decoder": decoder, "layers": layers}
@@ -59,10 +61,6 @@ class Ends(nn.Module):
     @property
     def lm_head(self) -> nn.Linear:
         return self.hf.get_output_embeddings()
-
-    @property
-    def hidden_size(self) -> int:
-        return self.config.hidden_size
 
     @property
     def vocab_size(self) -> int:
@@ -87,10 +85,6 @@ class Ends(nn.Module):
                 longest = min(longest, rope.get("original_max_position_embeddings") or longest)
         return longest
 
-    @property
-    def num_layers(self) -> int:
-        return self.config.num_hidden_layers
-
     def width(self, tap: Tap) -> int:
         """The size of a tap's state. Raises UserError as `check_taps` does."""
         self.check_taps([tap])
@@ -106,7 +100,7 @@ class Ends(nn.Module):
 
     def _find_layers(self) -> tuple[nn.Module, nn.ModuleList]:
         """The module that runs the decoder layers, and their list, which may be empty."""
-        depth = self.config.num_hidden_layers
+        depth = self.num_layers
         # Llama-4's text model names itself as its decoder: what runs the layers is then a child.
         for decoder in (self.hf.get_decoder(), *self.hf.children()):
             lists = [m for m in decoder.children() if isinstance(m, nn.ModuleList)]
@@ -132,7 +126,7 @@ class Ends(nn.Module):
             self._run(torch.zeros_like(position), step)
         for hook in hooks:
             hook.remove()
-        if not len(layers):  # nothing tells where they stood
+        if not len(layers):  # their place among the children is unknown
             ran = ran[-1:]
         if len(ran) != 1:
             raise UserError(

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 PROMPT = 9  # tokens; the root is the next
 ROOM = PROMPT + 6  # slots that `slab_gap` needs
 _PARENTS = [-1, 0, 0, 1, 2]  # root, a, b, c, c'
-_STANDS = [(0, 9), (0, 10), (1, 10), (0, 11), (1, 11)]  # (text, position) of each node
+_NODES = [(0, 9), (0, 10), (1, 10), (0, 11), (1, 11)]  # (text, position) of each node
 _ACCEPTED = [0, 2, 4]  # root, b, c': not the first slots, so that gather has work to do
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 
@@ -104,7 +104,7 @@ def slab_gap(lm: CausalLM, reference: Tensor, slab: Slab) -> float:
     prompt = texts[:1, :PROMPT]
     gaps.append(_gap(lm.head(lm(prompt, chain_step(slab, PROMPT)).final), reference[:1, :PROMPT]))
     commit(PROMPT)
-    text, position = torch.tensor(_STANDS, device=lm.device).unbind(1)
+    text, position = torch.tensor(_NODES, device=lm.device).unbind(1)
     parents = torch.tensor([_PARENTS], device=lm.device)
     step = tree_step(slab, *tree_shape(parents))
     final = lm(texts[text, position].unsqueeze(0), step).final

@@ -36,7 +36,7 @@ PROBE = (
 class Shell(Ends):
     """A frozen target's ends, with its tokenizer and name.
 
-    hf: a model that may have no decoder layers; its config tells of all that the target has.
+    hf: a model that may have no decoder layers; its config describes the whole target.
     """
 
     tokenizer: Any
@@ -74,7 +74,7 @@ class Shell(Ends):
         return out
 
     def become(self, source: Source) -> None:
-        """Goes by the name of `source`, which holds the weights as they are now."""
+        """Takes the name of `source`, which holds the weights as they are now."""
         self.source = source
         self._identity = {
             "spec": source.spec,
@@ -164,9 +164,9 @@ def _loaded(
             config=config, dtype=dtype, device_map={"": device}, output_loading_info=True
         )
     read = tuple(f"{name}." for name, m in hf.named_modules() if list(m.parameters(False)))
-    beside = [name for name in info["unexpected_keys"] if name.startswith(read)]
-    for name in sorted(beside or info["missing_keys"]):
-        word = "is stored quantised" if beside else "is missing"
+    scales = [name for name in info["unexpected_keys"] if name.startswith(read)]
+    for name in sorted(scales or info["missing_keys"]):
+        word = "is stored quantised" if scales else "is missing"
         raise UserError(f"target {spec}: {name} {word} in its checkpoint; name one that is whole")
     return hf.eval()
 

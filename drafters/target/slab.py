@@ -65,7 +65,7 @@ class Slab:
     ) -> tuple[Tensor, Tensor]:
         """Puts key, value (B, Hkv, W, D) at slots length.. and returns the first `view` slots.
 
-        slots (B, W): `slots(W)`, from a caller who writes many layers and asks once.
+        slots (B, W): `slots(W)`, from a caller who writes many layers.
         """
         if layer not in self._keys:
             # Zeros, not empty: one NaN in a masked slot of V poisons the output (0 * NaN).

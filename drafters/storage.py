@@ -27,9 +27,13 @@ def save(drafter: Drafter, folder: Path, weights: dict[str, Tensor] | None = Non
         "config": drafter.config.stored(),
         "target": drafter.target.identity(),
     }
-    stored = drafter.weights() if weights is None else weights
-    tensors = {n: t.cpu() for n, t in stored.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write(folder, config, drafter.weights() if weights is None else weights)
+
+
+def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """config.json and model.safetensors, which is how servers but llama.cpp read heads too."""
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from draftsmith.drafters import storage
 from draftsmith.drafters.eagle import Eagle
 from draftsmith.drafters.eagle1 import Eagle1
 from draftsmith.drafters.errors import UserError
@@ -38,16 +38,9 @@ def head(form: Callable[[D, Serving], Form]) -> Callable[[D, Path, Serving], Non
         for name, tensor in tensors.items():  # integers and flags keep their types
             if tensor.is_floating_point():
                 tensors[name] = tensor.to(serving.dtype)
-        save(folder, config, tensors)
+        storage.write(folder, config, tensors)
 
     return write
-
-
-def save(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """config.json and model.safetensors, as every server but llama.cpp reads them."""
-    whole = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
 def llama_body(drafter: Eagle | Eagle1, length: int) -> dict[str, Any]:

@@ -62,16 +62,14 @@ def _check_eagle3(drafter: Eagle, serving: Serving) -> None:
 def _check_draft_model(drafter: Small, serving: Serving) -> None:
     layouts.check_draft_model(drafter, NAME)
     config = drafter.lm.config
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    unknown = None if rope == "default" else f"rope type {rope}"
     if config.model_type not in _DRAFT_MODELS:
+        unknown = f"model type {config.model_type}"
+    if unknown is not None:
         raise UserError(
-            f"small: no GGUF of model type {config.model_type} is written here; export it --to "
-            "transformers, and convert that folder with llama.cpp's convert_hf_to_gguf.py"
-        )
-    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if kind != "default":
-        raise UserError(
-            f"small: no GGUF of rope type {kind} is written here; export it --to transformers, "
-            "and convert that folder with llama.cpp's convert_hf_to_gguf.py"
+            f"small: no GGUF of {unknown} is written here; export it --to transformers, and "
+            "convert that folder with llama.cpp's convert_hf_to_gguf.py"
         )
     _check_tokenizer(drafter, serving)
 

@@ -11,7 +11,6 @@ and a decoder layer without input norm. SGLang's fc has a bias, which here must 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.drafters import storage
+from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.eagle import Eagle, EagleConfig
 from draftsmith.drafters.eagle1 import Eagle1, Eagle1Config
 from draftsmith.drafters.errors import UserError, naming
@@ -26,6 +26,9 @@ from draftsmith.drafters.foreign.files import Tensors
 from draftsmith.drafters.parts.layers import BlockConfig
 from draftsmith.drafters.target.shell import Shell
 from draftsmith.drafters.vocab import VocabMap
+
+# What stands in the decoder layer, and not around it.
+_LAYER = ("input_layernorm.", "hidden_norm.", "self_attn.", "post_attention_layernorm.", "mlp.")
 
 
 def read_eagle3(folder: Path, settings: dict[str, Any], target: Shell) -> Eagle:
@@ -66,12 +69,11 @@ def read_eagle3(folder: Path, settings: dict[str, Any], target: Shell) -> Eagle:
     )
     with naming(path):
         drafter = Eagle(target, config)
+    if config.fc_norm:
+        for old, new in zip(("low", "mid", "high"), "012", strict=True):
+            tensors.rename(f"aux_norm_{old}.", f"fc_norm.{new}.")  # SGLang's older names
     tensors.take_embeddings(target)
-    stored = _layer(tensors, block, 2 * block.hidden_size)
-    for name, tensor in _around(tensors, config, block.hidden_size):
-        stored[name] = tensor
-    if own:
-        stored["lm_head.weight"] = tensors.take("lm_head.weight", size, block.hidden_size)
+    stored = _own(tensors, drafter)
     if ids is not None:
         stored["draft_ids"] = ids
     tensors.done()
@@ -86,8 +88,7 @@ def read_eagle1(folder: Path, settings: dict[str, Any], target: Shell) -> Eagle1
         drafter = Eagle1(target, Eagle1Config(block=block))
     H = block.hidden_size
     tensors = Tensors(folder)
-    stored = _layer(tensors, block, H)
-    stored["fc.weight"] = tensors.take("fc.weight", H, 2 * H)
+    stored = _own(tensors, drafter)
     if "fc.bias" in tensors.left and tensors.take("fc.bias", H).any():
         raise UserError(
             f"{tensors.path}: fc.bias is not 0, and draftsmith's EAGLE-1, like vLLM's, has none"
@@ -165,38 +166,11 @@ def _vocab(tensors: Tensors, size: int, full: int) -> Tensor | None:
     return ids
 
 
-def _around(tensors: Tensors, config: EagleConfig, H: int) -> Iterator[tuple[str, Tensor]]:
-    """What stands before and behind the decoder layer."""
-    taps = len(config.taps or ())
-    shapes = {
-        "fc": (H, taps * H),
-        "norm": (H,),
-        "layers.0.input_layernorm": (H,),
-        "layers.0.hidden_norm": (H,),
-    }
-    if config.norm_before_fc:
-        shapes["input_norm"] = (taps * H,)
-    if config.fc_norm:
-        for old, new in zip(("low", "mid", "high"), "012", strict=True):
-            tensors.rename(f"aux_norm_{old}.", f"fc_norm.{new}.")  # SGLang's older names
-        shapes |= {f"fc_norm.{i}": (H,) for i in range(taps)}
-    for name, shape in shapes.items():
-        tensor = tensors.take(f"{name}.weight", *shape)
-        yield f"{name.removeprefix('layers.0.')}.weight", tensor
-
-
-def _layer(tensors: Tensors, block: BlockConfig, width: int) -> dict[str, Tensor]:
-    """A decoder layer whose attention reads `width` numbers, under draftsmith's names."""
-    H, inner = block.hidden_size, block.intermediate_size
-    queries, keys = block.num_heads * block.head_dim, block.num_kv_heads * block.head_dim
-    shapes = {
-        "post_attention_layernorm": (H,),
-        "self_attn.q_proj": (queries, width),
-        "self_attn.k_proj": (keys, width),
-        "self_attn.v_proj": (keys, width),
-        "self_attn.o_proj": (H, queries),
-        "mlp.gate_proj": (inner, H),
-        "mlp.up_proj": (inner, H),
-        "mlp.down_proj": (H, inner),
-    }
-    return {f"{n}.weight": tensors.take(f"layers.0.{n}.weight", *s) for n, s in shapes.items()}
+def _own(tensors: Tensors, drafter: Drafter) -> dict[str, Tensor]:
+    """What a drafter trains, under our names, taken by the names and in the shapes of its own."""
+    out = {}
+    for name, own in drafter.weights().items():
+        if name != "draft_ids":
+            stored = f"layers.0.{name}" if name.startswith(_LAYER) else name
+            out[name] = tensors.take(stored, *own.shape)
+    return out

@@ -160,9 +160,7 @@ def test_what_is_read_back_wrong_is_not_left(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Faults: a writer that loses a norm; a check that is satisfied by anything."""
-    from draftsmith.drafters.export import layouts
-
-    right = layouts.save
+    right = storage.write
 
     def wrong(folder: Path, config: dict, tensors: dict) -> None:
         right(folder, config, tensors | {"norm.weight": torch.ones(32)})
@@ -173,7 +171,7 @@ def test_what_is_read_back_wrong_is_not_left(
     place = tmp_path / "checkpoint"
     place.mkdir()
     storage.save(made, place)
-    monkeypatch.setattr(layouts, "save", wrong)
+    monkeypatch.setattr(storage, "write", wrong)
     with pytest.raises(UserError, match="read back differ by"):
         export_checkpoint(Export(place, "vllm", tmp_path / "out"))
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]

@@ -1,8 +1,8 @@
 """EAGLE-3: one decoder layer over fused target features (Li et al. 2025, arXiv 2503.01840).
 
 Features of three layers are fused by `fc` into the state g_t; the layer reads the normed embedding
-and the normed state side by side, and its pre-norm output is the next depth's state. Rows, keys and
-positions: one_layer.py. vLLM, SGLang, TensorRT-LLM and llama.cpp take it.
+and the normed state side by side, and its pre-norm output is the next depth's state. Pairs, keys
+and positions: parts/one_layer.py. vLLM, SGLang, TensorRT-LLM and llama.cpp take it.
 
 EAGLE-3.1 (attention drift, arXiv 2605.09992) is `fc_norm` and `norm_output`: the state before `fc`
 and the one fed back are normed, so that their size does not grow from depth to depth. The three

@@ -9,9 +9,9 @@ more depths feed the layer its own output, as serving does (HASS, arXiv 2408.157
 
 EAGLE-2 (arXiv 2406.16858) is the same weights drafting a dynamic tree: the policy `Tree`.
 
-Rows, keys and positions: one_layer.py. vLLM (method "eagle", models/llama_eagle.py) and SGLang
-(algorithm EAGLE, models/llama_eagle.py) take it, vLLM as a chain only. Both give `fc` the embedding
-first. SGLang's `fc` has a bias that a checkpoint must set to 0, vLLM's has none.
+Pairs, keys and positions: parts/one_layer.py. vLLM (method "eagle", models/llama_eagle.py) and
+SGLang (algorithm EAGLE, models/llama_eagle.py) take it, vLLM as a chain only. Both give `fc` the
+embedding first. SGLang's `fc` has a bias that a checkpoint must set to 0, vLLM's has none.
 """
 
 from __future__ import annotations

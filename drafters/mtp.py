@@ -4,19 +4,19 @@ arXiv 2412.19437, section 2.2).
 A module norms an embedding and a state, joins them by `eh_proj`, passes one decoder layer and a
 norm of its own; the target's embedding and lm_head are shared. The normed result is what lm_head
 reads and what the next step takes for its state. The first state is the target's "normed" one. So
-do vLLM 0.32, SGLang 0.5 and transformers 5.24 for every layout that mtp_weights.py reads, but that
-vLLM feeds GLM-4.5's state back before the norm.
+do vLLM 0.32, SGLang 0.5 and transformers 5.24 for every layout that parts/mtp_weights.py reads, but
+that vLLM feeds GLM-4.5's state back before the norm.
 
-modules: 1 is one module applied again and again (`SharedMtp`; FastMTP, arXiv 2509.18362). Rows,
-keys and positions: one_layer.py. vLLM and SGLang run a single module so, whatever it was trained
-for.
+modules: 1 is one module applied again and again (`SharedMtp`; FastMTP, arXiv 2509.18362). Pairs,
+keys and positions: parts/one_layer.py. vLLM and SGLang run a single module so, whatever it was
+trained for.
 
-modules: n is a chain of n (`ChainMtp`), and no draft is longer. Row t of module j reads module
-j - 1's state of row t beside x_{t+1+j}, at RoPE position t. What a depth-j query of anchor a sees:
-module j's keys of rows t <= a, the last j of which read drafted tokens; every state goes back to
+modules: n is a chain of n (`ChainMtp`), and no draft is longer. Pair t of module j is module
+j - 1's state of pair t and x_{t+1+j}, at RoPE position t. What a depth-j query of anchor a sees:
+module j's keys of pairs t <= a, the last j of which read drafted tokens; every state goes back to
 target features. transformers (MTPCandidateGenerator) and vLLM's second runner (multi_module_mtp)
-serve the same: both run rows again whose drafted tokens were refused. In the slab the row of module
-j that reads x_p lies in slot p of layer j; slots up to j hold none.
+serve the same: both run pairs again whose drafted tokens were refused. In the slab the pair of
+module j that holds x_p lies in slot p of layer j; slots up to j hold none.
 
 Modules made from scratch fit dense layouts only: MiMo's, which vLLM and SGLang take with one.
 """
@@ -188,7 +188,7 @@ class ChainMtp(Mtp[ChainState]):
         self.longest = config.modules
 
     def unroll(self, batch: Batch, alignment: Alignment) -> Unroll:
-        """Modules are one causal pass each, over all rows: the next one reads them."""
+        """Modules are one causal pass each, over all positions: the next one reads them."""
         anchor = alignment.anchors.clamp(min=0).unsqueeze(2)  # (B, A, 1)
         seen = batch.segment.unsqueeze(2) == batch.segment.unsqueeze(1)
         seen &= batch.position.unsqueeze(1) <= batch.position.unsqueeze(2)  # (B, T, T)
@@ -274,7 +274,7 @@ class ChainMtp(Mtp[ChainState]):
         attend = self.module(j).self_attn
         key, value = slab.write(j, *attend.keys(x, position), visible.shape[2], slot)
         slots = torch.arange(visible.shape[2], device=tokens.device)
-        # Slots up to j hold no row of module j. Their own outputs only ever reach such slots, and
+        # Slots up to j hold no pair of module j. Their own outputs only ever reach such slots, and
         # see themselves, since a softmax over nothing is NaN.
         visible = (visible & (slots > j)) | (slots == slot.unsqueeze(2))
         query = attend.queries(x, position)

@@ -1,6 +1,6 @@
 """Drafters in the forms that servers load: one module per server, and what they share.
 
-A server's module declares `SERVER`: its name and version, a row for each family that it takes
+A server's module declares `SERVER`: its name and version, a method for each family that it takes
 (server.py), and the command that serves an export. SERVERS, below, lists them. Inside draftsmith
 there is one truth: layer ids (0 is the embedding's output), absolute draft ids, norm flags,
 positions. Writers translate it, never copy. Flags that servers default differently are always
@@ -42,8 +42,8 @@ def server(name: str) -> Server:
 def check_family(name: str, family: str, k: int) -> None:
     """Raises UserError where a server cannot load a family, or drafts of k tokens."""
     chosen = server(name)
-    if family not in chosen.rows:
-        others = [other.name for other in SERVERS.values() if family in other.rows]
+    if family not in chosen.methods:
+        others = [other.name for other in SERVERS.values() if family in other.methods]
         remedy = f"export it --to {' or '.join(others)}" if others else _NOWHERE.get(family, "")
         raise UserError(
             f"--to: {chosen} loads no {family} drafter; {remedy or 'decode it with draftsmith'}"
@@ -58,7 +58,7 @@ def write(name: str, drafter: Drafter, folder: Path, serving: Serving) -> None:
     Raises UserError, before anything is written, for what the server would ignore or misread.
     """
     check(name, drafter, serving)
-    server(name).rows[drafter.family].write(drafter, folder, serving)
+    server(name).methods[drafter.family].write(drafter, folder, serving)
 
 
 def check(name: str, drafter: Drafter, serving: Serving) -> None:
@@ -73,4 +73,4 @@ def check(name: str, drafter: Drafter, serving: Serving) -> None:
             f"--length: {serving.length} is not in 1..{drafter.target.max_positions}, the "
             "target's positions"
         )
-    server(name).rows[drafter.family].check(drafter, serving)
+    server(name).methods[drafter.family].check(drafter, serving)

@@ -21,7 +21,7 @@ from draftsmith.drafters import storage
 from draftsmith.drafters.eagle import Eagle
 from draftsmith.drafters.eagle1 import Eagle1
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.export.server import D, Row, Serving
+from draftsmith.drafters.export.server import D, Method, Serving
 from draftsmith.drafters.parts.layers import BlockConfig
 from draftsmith.drafters.small import Small
 from draftsmith.drafters.target.shell import Shell
@@ -217,13 +217,13 @@ def embedded(target: Shell) -> Tensor:
 # Draft models: ordinary folders of config, weights and the target's tokenizer
 
 
-def draft_model(method: str, server: str, drawn: bool = False) -> Row[Small]:
+def draft_model(method: str, server: str, drawn: bool = False) -> Method[Small]:
     """How a server takes draft models as ordinary folders."""
 
     def check(drafter: Small, serving: Serving) -> None:
         check_draft_model(drafter, server)
 
-    return Row(method, check, write_draft_model, lambda drafter: drawn)
+    return Method(method, check, write_draft_model, lambda drafter: drawn)
 
 
 def check_draft_model(drafter: Small, server: str) -> None:

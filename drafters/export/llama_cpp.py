@@ -24,7 +24,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.eagle import Eagle
 from draftsmith.drafters.errors import UserError, reason
 from draftsmith.drafters.export import layouts
-from draftsmith.drafters.export.server import D, Draft, Row, Server, Serving
+from draftsmith.drafters.export.server import D, Draft, Method, Server, Serving
 from draftsmith.drafters.small import Small
 
 NAME, VERSION = "llama.cpp", "b11434"
@@ -242,7 +242,7 @@ def words(
     draft is held back for being unlikely (--spec-draft-p-min)."""
     out = [program, "-m", target]
     if draft is not None:
-        out += ["-md", str(draft.folder / FILE), "--spec-type", ROWS[draft.family].method]
+        out += ["-md", str(draft.folder / FILE), "--spec-type", METHODS[draft.family].name]
         out += ["--spec-draft-n-max", str(draft.k), "--spec-draft-p-min", "0"]
     return [*out, "-c", str(length), *flags]
 
@@ -254,8 +254,8 @@ def start(drafter: Drafter, draft: Draft, serving: Serving) -> str:
 # Drafts are q's argmax, accepted where the target draws the same token. Draft models (never
 # EAGLE-3) can be drawn with --spec-draft-sampling probabilistic, but from q's ten likeliest tokens
 # (common/speculative.cpp): no overlap that was trained or measured here.
-ROWS: dict[str, Row[Any]] = {
-    "eagle": Row("draft-eagle3", _check_eagle3, _file(lambda drafter: "eagle3", _fill_eagle3)),
-    "small": Row("draft-simple", _check_draft_model, _file(_architecture, _fill_draft_model)),
+METHODS: dict[str, Method[Any]] = {
+    "eagle": Method("draft-eagle3", _check_eagle3, _file(lambda drafter: "eagle3", _fill_eagle3)),
+    "small": Method("draft-simple", _check_draft_model, _file(_architecture, _fill_draft_model)),
 }
-SERVER = Server(NAME, VERSION, ROWS, start, run=True)
+SERVER = Server(NAME, VERSION, METHODS, start, run=True)

@@ -1,4 +1,4 @@
-"""What a server is to an export: a name, a version, and a row for each drafter family it takes."""
+"""A server as exports see it: a name, a version, a method for each drafter family it takes."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Row(Generic[D]):
-    """How a server takes one family.
+class Method(Generic[D]):
+    """How a server drafts by one family; its commands call that a method, type or algorithm.
 
-    method: the server's own name of it. check(drafter, serving) raises UserError for what the
+    name: in the server's own words. check(drafter, serving) raises UserError for what the
     server would ignore or misread; write(drafter, folder, serving) writes the files into an empty
     folder. draws(drafter): whether the server can draw this drafter's drafts from q.
-    arguments(drafter): what the command says of it beside its folder and k.
+    arguments(drafter): what its command needs beside its folder and k.
     """
 
-    method: str
+    name: str
     check: Callable[[D, Serving], None]
     write: Callable[[D, Path, Serving], None]
     draws: Callable[[D], bool] = lambda drafter: False
@@ -67,7 +67,7 @@ class Server:
     """One server.
 
     name: the one that users, cards, folders and errors have. version: what its form was checked
-    against. rows: by drafter family. start(drafter, draft, serving): the command that serves an
+    against. methods: by drafter family. start(drafter, draft, serving): the command that serves an
     export. run: whether that version was really run, else its source was read. limit: the longest
     draft it takes, None where it sets none. cuts: whether q, where drafts are drawn from it, has
     the request's top-k and top-p as p has.
@@ -75,7 +75,7 @@ class Server:
 
     name: str
     version: str
-    rows: dict[str, Row[Any]]
+    methods: dict[str, Method[Any]]
     start: Callable[[Any, Draft, Serving], str]
     run: bool
     limit: int | None = None
@@ -86,8 +86,8 @@ class Server:
 
     def draws(self, drafter: Drafter) -> bool:
         """Whether it can draw this drafter's drafts from q."""
-        row = self.rows.get(drafter.family)
-        return row is not None and row.draws(drafter)
+        method = self.methods.get(drafter.family)
+        return method is not None and method.draws(drafter)
 
     def drafting(self, drafter: Drafter, serving: Serving) -> str:
         """How drafts are made at temperatures above 0 by the command of the export.

@@ -19,7 +19,7 @@ from draftsmith.drafters.eagle import Eagle
 from draftsmith.drafters.eagle1 import Eagle1
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.export import layouts
-from draftsmith.drafters.export.server import Draft, Row, Server, Serving
+from draftsmith.drafters.export.server import Draft, Method, Server, Serving
 
 NAME = "sglang"
 
@@ -72,7 +72,7 @@ def start(drafter: Drafter, draft: Draft, serving: Serving) -> str:
     words = [
         "python", "-m", "sglang.launch_server", "--model-path", serving.target,
         "--context-length", str(serving.length),
-        "--speculative-algorithm", ROWS[draft.family].method,
+        "--speculative-algorithm", METHODS[draft.family].name,
         "--speculative-draft-model-path", str(draft.folder),
         "--speculative-num-steps", str(draft.k), "--speculative-eagle-topk", "1",
         "--speculative-num-draft-tokens", str(draft.k + 1),
@@ -83,9 +83,9 @@ def start(drafter: Drafter, draft: Draft, serving: Serving) -> str:
 
 
 # q has the request's temperature, but never its top-p (cuts=False).
-ROWS: dict[str, Row[Any]] = {
-    "eagle": Row("EAGLE3", check_eagle3, layouts.head(_eagle3), _draws),
-    "eagle1": Row("EAGLE", _check_eagle1, layouts.head(_eagle1), _draws),
+METHODS: dict[str, Method[Any]] = {
+    "eagle": Method("EAGLE3", check_eagle3, layouts.head(_eagle3), _draws),
+    "eagle1": Method("EAGLE", _check_eagle1, layouts.head(_eagle1), _draws),
     "small": layouts.draft_model("STANDALONE", NAME),
 }
-SERVER = Server(NAME, "0.5.23", ROWS, start, run=False, cuts=False)
+SERVER = Server(NAME, "0.5.23", METHODS, start, run=False, cuts=False)

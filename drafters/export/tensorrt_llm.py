@@ -14,7 +14,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.eagle import Eagle
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.export import layouts
-from draftsmith.drafters.export.server import Draft, Row, Server, Serving
+from draftsmith.drafters.export.server import Draft, Method, Server, Serving
 from draftsmith.drafters.export.sglang import check_eagle3, eagle3_config
 
 NAME = "tensorrt-llm"
@@ -41,14 +41,16 @@ def _layers(drafter: Eagle) -> str:
 
 
 def start(drafter: Drafter, draft: Draft, serving: Serving) -> str:
-    row = ROWS[draft.family]
+    method = METHODS[draft.family]
     how = f"max_draft_len={draft.k}, speculative_model={str(draft.folder)!r}"
-    how = f"{row.method}({how}{row.arguments(drafter)})"
+    how = f"{method.name}({how}{method.arguments(drafter)})"
     return f"LLM({serving.target!r}, max_seq_len={serving.length}, speculative_config={how})"
 
 
-ROWS: dict[str, Row[Any]] = {
-    "eagle": Row("Eagle3DecodingConfig", _check_eagle3, layouts.head(_eagle3), arguments=_layers),
+METHODS: dict[str, Method[Any]] = {
+    "eagle": Method(
+        "Eagle3DecodingConfig", _check_eagle3, layouts.head(_eagle3), arguments=_layers
+    ),
     "small": layouts.draft_model("DraftTargetDecodingConfig", NAME),
 }
-SERVER = Server(NAME, "1.2", ROWS, start, run=False)
+SERVER = Server(NAME, "1.2", METHODS, start, run=False)

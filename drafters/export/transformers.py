@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from draftsmith.drafters.export import layouts
-from draftsmith.drafters.export.server import Draft, Row, Server, Serving
+from draftsmith.drafters.export.server import Draft, Method, Server, Serving
 from draftsmith.drafters.small import Small
 
 
@@ -31,7 +31,7 @@ def start(drafter: Small, draft: Draft, serving: Serving) -> str:
     )
 
 
-ROWS: dict[str, Row[Any]] = {
+METHODS: dict[str, Method[Any]] = {
     "small": layouts.draft_model("assistant_model", "transformers", drawn=True)
 }
-SERVER = Server("transformers", "5.24", ROWS, start, run=True)
+SERVER = Server("transformers", "5.24", METHODS, start, run=True)

@@ -21,7 +21,7 @@ from draftsmith.drafters.eagle import Eagle
 from draftsmith.drafters.eagle1 import Eagle1
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.export import layouts
-from draftsmith.drafters.export.server import Draft, Row, Server, Serving
+from draftsmith.drafters.export.server import Draft, Method, Server, Serving
 from draftsmith.drafters.medusa import Medusa
 
 NAME, VERSION = "vllm", "0.32.0"
@@ -135,7 +135,7 @@ def words(
     out = [program, "-m", "vllm.entrypoints.openai.api_server", "--model", target]
     out += ["--max-model-len", str(length), "--generation-config", "vllm", *flags]
     if draft is not None:
-        how: dict[str, Any] = {"method": ROWS[draft.family].method}
+        how: dict[str, Any] = {"method": METHODS[draft.family].name}
         how |= {"model": str(draft.folder), "num_speculative_tokens": draft.k}
         if draft.drafts == "sampled":
             how["draft_sample_method"] = "probabilistic"
@@ -149,10 +149,10 @@ def start(drafter: Drafter, draft: Draft, serving: Serving) -> str:
 
 # v1/spec_decode: the proposer that EAGLE and draft models share keeps q, with the request's
 # temperature, but never its top-k and top-p; Medusa's always takes the argmax.
-ROWS: dict[str, Row[Any]] = {
-    "eagle": Row("eagle3", _check_eagle3, layouts.head(_eagle3), lambda drafter: True),
-    "eagle1": Row("eagle", _check_eagle1, layouts.head(_eagle1), lambda drafter: True),
-    "medusa": Row("medusa", _check_medusa, layouts.head(_medusa)),
+METHODS: dict[str, Method[Any]] = {
+    "eagle": Method("eagle3", _check_eagle3, layouts.head(_eagle3), lambda drafter: True),
+    "eagle1": Method("eagle", _check_eagle1, layouts.head(_eagle1), lambda drafter: True),
+    "medusa": Method("medusa", _check_medusa, layouts.head(_medusa)),
     "small": layouts.draft_model("draft_model", NAME, drawn=True),
 }
-SERVER = Server(NAME, VERSION, ROWS, start, run=True, limit=MAX_SPEC_LEN, cuts=False)
+SERVER = Server(NAME, VERSION, METHODS, start, run=True, limit=MAX_SPEC_LEN, cuts=False)

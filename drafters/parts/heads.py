@@ -84,8 +84,8 @@ class Heads(ReducedVocab[HeadsState]):
         )
         self.lm_heads: nn.ModuleList | None = None
         if config.head == "own":
-            rows = (nn.Linear(H, size, bias=False) for _ in range(config.heads))
-            self.lm_heads = nn.ModuleList(rows)
+            own = (nn.Linear(H, size, bias=False) for _ in range(config.heads))
+            self.lm_heads = nn.ModuleList(own)
         self.keep(size)
 
     def own_heads(self) -> Iterable[nn.Module]:

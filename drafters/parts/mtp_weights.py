@@ -161,13 +161,13 @@ def _check_names(spec: str, module: dict[str, str]) -> None:
 def _block(target: Shell, files: dict[str, Path], module: dict[str, str]) -> BlockConfig:
     """The block's shape. Raises UserError for heads of another size and for scaled RoPE."""
 
-    def rows(ours: str) -> int:
+    def height(ours: str) -> int:
         with safe_open(files[module[ours]], "pt") as file:
             return file.get_slice(module[ours]).get_shape()[0]
 
     block = BlockConfig.like(target.config)
     rope = getattr(target.config, "rope_parameters", None) or {}
-    queries, size = rows("self_attn.q_proj.weight"), block.num_heads * block.head_dim
+    queries, size = height("self_attn.q_proj.weight"), block.num_heads * block.head_dim
     why = None
     if queries not in (size, 2 * size):
         why = f"has {queries} rows of queries where the target has {size}"
@@ -180,7 +180,7 @@ def _block(target: Shell, files: dict[str, Path], module: dict[str, str]) -> Blo
         )
     return block.model_copy(
         update={
-            "intermediate_size": rows("mlp.gate_proj.weight"),
+            "intermediate_size": height("mlp.gate_proj.weight"),
             "qkv_bias": "self_attn.q_proj.bias" in module,
             "qk_norm": "self_attn.q_norm.weight" in module,
             "rotary_share": rope.get("partial_rotary_factor") or 1.0,

@@ -1,12 +1,12 @@
 """Drafters of one decoder layer that go on from their own output: EAGLE and a shared MTP head.
 
-Row t pairs a state with the token after it: (state_t, x_{t+1}), at RoPE position t; it predicts
+Pair t is a state and the token after it: (state_t, x_{t+1}), at RoPE position t; it predicts
 x_{t+2}. Up to the anchor the state comes from target features, past it from the layer's own output
 ("training-time test", EAGLE-3, arXiv 2503.01840; aligned steps, HASS, arXiv 2408.15766).
 
-What a depth-j query of anchor a sees: keys of rows t <= a, made from target features, and its own
+What a depth-j query of anchor a sees: keys of pairs t <= a, made from target features, and its own
 keys of depths 1..j, made from its own output, at positions a+1..a+j. vLLM, SGLang, TensorRT-LLM and
-llama.cpp serve the same: after each round they recompute the accepted rows' keys from the target's
+llama.cpp serve the same: after each round they recompute the accepted pairs' keys from the target's
 features.
 
 In the slab the pair (state_t, x_{t+1}) lies in slot t+1, the slot of its token; slot 0 is never

@@ -164,7 +164,7 @@ FLAGS = {
 def test_commands_draw_drafts_where_a_server_can(server: str, tmp_path: Path) -> None:
     """For drafters trained at temperatures above 0, and for no others."""
     settings = {"eagle": EAGLE, "small": {"layers": [0]}, "medusa": {"heads": 3}}
-    for family in export.server(server).rows:
+    for family in export.server(server).methods:
         made = drafter(family, **settings.get(family, {}))
         gguf_path = target_gguf(made.target, tmp_path / "target.gguf")
         for sampler in (Sampler(0.7), Sampler(0.0), None):

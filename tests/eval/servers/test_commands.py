@@ -17,7 +17,7 @@ from draftsmith.drafters import export
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.export import Draft, Serving
-from draftsmith.drafters.export.server import Row
+from draftsmith.drafters.export.server import Method
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.source import Source
 from draftsmith.eval.servers import llama_cpp, process, serving
@@ -75,7 +75,7 @@ def test_what_serve_check_starts(place: Path) -> None:
 def test_an_export_prints_what_serve_check_starts(server: str, place: Path) -> None:
     """But for the program, the port and the flags of an exact check. Fault: a second spelling."""
     settings: dict[str, dict[str, Any]] = {"small": {"layers": [0]}, "eagle": {"taps": [1, 2, 3]}}
-    assert settings.keys() <= export.server(server).rows.keys()
+    assert settings.keys() <= export.server(server).methods.keys()
     for family, config in settings.items():
         how = Serving(TARGET.path, 5, 64, target_gguf=Path("/models/name.gguf"))
         printed = export.server(server).command(drafter(family, **config), place, how)
@@ -116,9 +116,9 @@ def test_a_family_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def write(drafter: Drafter, folder: Path, serving: Serving) -> None:
         (folder / "hydra").write_text(drafter.family)
 
-    row = Row("hydra-heads", lambda drafter, serving: seen.append(serving), write)
+    method = Method("hydra-heads", lambda drafter, serving: seen.append(serving), write)
     vllm = export.server("vllm")
-    monkeypatch.setitem(vllm.rows, "hydra", row)  # type: ignore[arg-type]
+    monkeypatch.setitem(vllm.methods, "hydra", method)  # type: ignore[arg-type]
     export.write("vllm", made, tmp_path, how)
     assert seen == [how] and (tmp_path / "hydra").read_text() == "hydra"
     assert '"method": "hydra-heads"' in vllm.command(made, tmp_path, how)
@@ -129,5 +129,5 @@ def test_a_family_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         export.check("sglang", made, how)
     hot = replace(how, sampler=Sampler(0.7))
     assert vllm.drafting(made, hot) == "greedy"
-    monkeypatch.setitem(vllm.rows, "hydra", replace(row, draws=lambda drafter: True))  # type: ignore[arg-type]
+    monkeypatch.setitem(vllm.methods, "hydra", replace(method, draws=lambda drafter: True))  # type: ignore[arg-type]
     assert vllm.drafting(made, hot) == "sampled"

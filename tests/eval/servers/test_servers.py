@@ -37,7 +37,7 @@ def missing(server: str) -> str:
     return ""
 
 
-LOADED = {name: export.server(name).rows for name in KINDS}
+LOADED = {name: export.server(name).methods for name in KINDS}
 RIGHT = [
     pytest.param(server, name, marks=pytest.mark.skipif(bool(why), reason=why))
     for server in KINDS

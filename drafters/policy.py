@@ -95,7 +95,7 @@ class StaticTree(Policy):
 
     paths: one tuple per node, its last entry the node's rank among its siblings: (0,) is the best
     token after the root, (1, 0) the best one after the second best. Every prefix of a path must be
-    there too. sampled: children are drawn without replacement, in rank order, instead of ranked.
+    there too. drawn: children are drawn without replacement, in rank order, instead of ranked.
     """
 
     k: int = field(init=False, default=1)

@@ -43,16 +43,16 @@ class Ends(nn.Module):
         self.config = hf.config.get_text_config()
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
+        # Not registered as modules a second time.
         decoder, layers = self._find_layers()
-        # In a dict, so that they are not registered twice as modules.
-        self._parts: dict[str, Any] = {"decoder": decoder, "layers": layers}
+        object.__setattr__(self, "_decoder", decoder)
+        object.__setattr__(self, "_layers", layers)
         attention.attend_by(hf, attention.NAME)
-        self._parts["norm"] = self._find_final_norm()
+        object.__setattr__(self, "norm", self._find_final_norm())
 
-    @property
-    def norm(self) -> nn.Module:
-        """The final norm."""
-        return self._parts["norm"]
+    norm: nn.Module  # the final one
+    _decoder: nn.Module
+    _layers: nn.ModuleList
 
     @property
     def embedding(self) -> nn.Embedding:
@@ -115,8 +115,8 @@ class Ends(nn.Module):
     def _find_final_norm(self) -> nn.Module:
         """The module that ran last in the decoder, after its layers: seen on two probe tokens."""
         ran: list[nn.Module] = []
-        layers = self._parts["layers"]
-        children = [m for m in self._parts["decoder"].children() if m is not layers]
+        layers = self._layers
+        children = [m for m in self._decoder.children() if m is not layers]
         hooks = [m.register_forward_hook(lambda m, i, o: ran.append(m)) for m in children]
         for last in layers[-1:]:
             hooks.append(last.register_forward_hook(lambda m, i, o: ran.clear()))
@@ -138,7 +138,7 @@ class Ends(nn.Module):
     def _run(self, tokens: Tensor, step: Step) -> None:
         # A 2D mask of ones switches HF's packed-sequence guess off; ours ignores it otherwise.
         with attention.active(step):
-            self._parts["decoder"](
+            self._decoder(
                 input_ids=tokens,
                 attention_mask=torch.ones_like(tokens),
                 # Drafts may stand past the end, where none is kept: longrope would switch over, a
@@ -182,7 +182,7 @@ class CausalLM(Ends):
 
     @property
     def layers(self) -> nn.ModuleList:
-        return self._parts["layers"]
+        return self._layers
 
     def forward(self, tokens: Tensor, step: Step, taps: Sequence[Tap] = ()) -> TargetOutput:
         """Runs tokens (B, T) as `step` says and returns the pre-norm state and the taps."""

@@ -109,7 +109,7 @@ class Shell(Ends):
         Raises UserError for layers that cannot be read, or not through our attention.
         """
         source, kept = resolve(self.source.spec), sorted(set(layers))
-        group = next(n for n, m in self.hf.named_modules() if m is self._parts["layers"])
+        group = next(n for n, m in self.hf.named_modules() if m is self._layers)
         number = re.compile(rf"(?<=\.{group.rpartition('.')[2]}\.)\d+(?=\.)")
         tensors = {}
         for name, path in source.tensor_files("layers").items():

@@ -180,7 +180,7 @@ class Target(CausalLM, Shell):
     def _run_own(self, tokens: Tensor, cache: DynamicCache | None) -> None:
         """The decoder with its own attention and mask, on one row that is not padded."""
         given = {} if cache is None else {str(self._cache_name): cache}
-        self._parts["decoder"](input_ids=tokens, use_cache=cache is not None, **given)
+        self._decoder(input_ids=tokens, use_cache=cache is not None, **given)
 
     def read(self, batch: Batch, taps: Sequence[Tap], grad: bool = False) -> Batch:
         """Fills the batch's features and final state in one teacher-forced pass; returns it.
@@ -217,7 +217,7 @@ class Target(CausalLM, Shell):
         problem = f"target {self.source.spec}: logits through draftsmith's attention {ours}"
         self.trees = False
         attend_by(self.hf, "eager")
-        names = inspect.signature(self._parts["decoder"].forward).parameters
+        names = inspect.signature(self._decoder.forward).parameters
         self._cache_name = next((name for name in _CACHE_NAMES if name in names), None)
         if self._cache_name is None:
             raise UserError(f"{problem}, and {family} takes no cache; it is not supported")

@@ -345,7 +345,7 @@ def test_states_lie_on_one_device(copied: Copied, monkeypatch: pytest.MonkeyPatc
     def elsewhere(x: torch.Tensor) -> Any:
         return SimpleNamespace(to=lambda device: moved.append(device) or norm(x))
 
-    monkeypatch.setitem(target._parts, "norm", elsewhere)
+    monkeypatch.setitem(vars(target), "norm", elsewhere)
     batch = cache.fill(collate(texts, [[0]], LENGTH), [[0]])
     assert moved == [batch.device] and isinstance(batch.features["normed"], torch.Tensor)
 

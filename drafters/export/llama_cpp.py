@@ -161,39 +161,23 @@ def _fill_eagle3(writer: gguf.GGUFWriter, drafter: Eagle, serving: Serving) -> N
     writer.add_uint32("eagle3.target_hidden_size", drafter.target.hidden_size)
     writer.add_bool("eagle3.norm_before_residual", drafter.config.norm_before_residual)
     writer.add_bool("eagle3.norm_before_fc", drafter.config.norm_before_fc)
-    names = {
-        "input_layernorm": "attn_norm",
-        "hidden_norm": "attn_norm_2",
-        "post_attention_layernorm": "ffn_norm",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
+    own = {
+        "fc.weight": "fc.weight",
+        "input_norm.weight": "enc.output_norm.weight",
+        "layers.0.hidden_norm.weight": "blk.0.attn_norm_2.weight",
     }
-    rest = {
-        "fc": "fc",
-        "input_norm": "enc.output_norm",
-        "norm": "output_norm",
-        "lm_head": "output",
-        "embed_tokens": "token_embd",
-    }
-    tensors = layouts.eagle3_tensors(drafter, "layer")
+    tensors = layouts.eagle3_tensors(drafter, "layers.0")
     tensors.pop("t2d", None)  # not read
     if tensors.pop("d2t", None) is not None:
         assert drafter.vocab.ids is not None
         writer.add_tensor("d2t", drafter.vocab.ids.cpu().numpy())
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 1)
     for name, tensor in tensors.items():
-        short = name.removesuffix(".weight")
-        if short.startswith("layer."):
-            short = short.removeprefix("layer.")
-            if short.endswith(("q_proj", "k_proj")):
-                tensor = _interleaved(tensor, block.head_dim)
-            _add(writer, f"blk.0.{names[short]}.weight", tensor, serving.dtype)
-        else:
-            _add(writer, f"{rest[short]}.weight", tensor, serving.dtype)
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            tensor = _interleaved(tensor, block.head_dim)
+        llama = name if name == "lm_head.weight" else f"model.{name}"
+        stored = own.get(name) or names.get_name(llama, (".weight",))
+        _add(writer, stored, tensor, serving.dtype)
 
 
 def _architecture(drafter: Small) -> str:

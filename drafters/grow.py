@@ -198,30 +198,20 @@ class _Layer:
 def _layers(tree: StaticTree, device: torch.device) -> tuple[list[_Layer], Tensor]:
     """The depths of a tree, and its parents (N,). Kept for good: a captured round copies no
     host data, and its graph goes on reading what it read."""
-    depth = [0, *(len(path) for path in tree.paths)]
-    children: list[list[tuple[int, int]]] = [[] for _ in depth]
+    paths = ((), *tree.paths)
+    children: list[list[tuple[int, int]]] = [[] for _ in paths]
     for i, path in enumerate(tree.paths, start=1):
         children[tree.parents[i]].append((i, path[-1]))
     fed: list[int] = []
     out = []
     for j in range(tree.k):
-        nodes = [i for i in range(tree.nodes) if depth[i] == j and children[i]]
+        nodes = [i for i, path in enumerate(paths) if len(path) == j and children[i]]
         parents = [fed.index(tree.parents[i]) if j else 0 for i in nodes]
         fed += nodes
-        lines = [_line(tree.parents, i) for i in nodes]
-        seen = torch.tensor([[f in line for f in fed] for line in lines], device=device)
-        parent = torch.tensor(parents, device=device)
+        above = [[paths[i][: len(paths[f])] == paths[f] for f in fed] for i in nodes]
+        parent, seen = torch.tensor(parents, device=device), torch.tensor(above, device=device)
         out.append(_Layer(nodes, parent, seen, [children[i] for i in nodes]))
     return out, torch.tensor(tree.parents, device=device)
-
-
-def _line(parents: tuple[int, ...], node: int) -> set[int]:
-    """A node and all above it."""
-    line = set()
-    while node >= 0:
-        line.add(node)
-        node = parents[node]
-    return line
 
 
 def _static(

@@ -44,7 +44,7 @@ class Policy:
     @property
     def slots(self) -> int:
         """Most cache slots that one round takes, of the target's cache or the drafter's."""
-        return self.k + 1
+        return self.nodes
 
     def __str__(self) -> str:
         return f"chain k={self.k}" + (", block rule" if self.block else "")
@@ -140,10 +140,6 @@ class StaticTree(Policy):
     @property
     def nodes(self) -> int:
         return len(self.paths) + 1
-
-    @property
-    def slots(self) -> int:
-        return self.nodes
 
     def __str__(self) -> str:
         return f"{'drawn' if self.drawn else 'static'} tree of {len(self.paths)}, k={self.k}"

@@ -58,10 +58,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def load(folder: Path, target: Shell) -> Drafter:
-    """The drafter stored in a folder, as it is served: on the target's device, in its dtype.
-
-    Raises UserError as `read` does.
-    """
+    """What `read` gives, as it is served: on the target's device, in its dtype."""
     return read(folder, target).to(target.device, target.dtype).eval()
 
 
@@ -83,13 +80,9 @@ def read(folder: Path, target: Shell) -> Drafter:
             text = f"{key}: {first['msg']}; correct it, or copy the checkpoint again"
             raise UserError(text) from None
         drafter = cls(target, config)
-    load_weights(drafter, folder / "model.safetensors")
-    return drafter
-
-
-def load_weights(drafter: Drafter, path: Path) -> None:
-    """Reads a drafter's weights. Raises UserError unless they are exactly those it asks for."""
+    path = folder / "model.safetensors"
     fill(drafter, read_weights(path), path)
+    return drafter
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

@@ -237,7 +237,7 @@ class Learner:
             return None
         weights = folder / f"checkpoint-{done[-1]}/model.safetensors"
         if self.lora is None:
-            storage.load_weights(self.drafter, weights)
+            storage.fill(self.drafter, storage.read_weights(weights), weights)
         state = checkpoint.restore(folder, done[-1])
         if self.lora:  # what lies below the adapters comes from where the run began
             self.lora.load(state["lora"])

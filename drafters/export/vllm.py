@@ -34,9 +34,8 @@ def _check_eagle3(drafter: Eagle, serving: Serving) -> None:
 
 def _eagle3(drafter: Eagle, serving: Serving) -> layouts.Form:
     if serving.plain:
-        return layouts.eagle3_config(drafter, serving.length), layouts.eagle3_tensors(
-            drafter, "midlayer"
-        )
+        config = layouts.eagle3_config(drafter, serving.length)
+        return config, layouts.eagle3_tensors(drafter, "midlayer")
     return _speculators(drafter, serving), layouts.eagle3_tensors(drafter, "layers.0")
 
 

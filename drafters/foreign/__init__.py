@@ -30,11 +30,7 @@ from draftsmith.drafters.target.shell import Shell
 
 
 def load(path: Path, target: Shell) -> Drafter:
-    """The drafter in a folder or GGUF of any known format, as it is served: on the target's device,
-    in its dtype.
-
-    Raises UserError as `read` does.
-    """
+    """What `read` gives, as it is served: on the target's device, in its dtype."""
     return read(path, target).to(target.device, target.dtype).eval()
 
 

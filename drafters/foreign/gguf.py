@@ -64,12 +64,10 @@ def read(path: Path, settings: dict[str, Any], target: Shell) -> Drafter:
 
 def _tensors(reader: GGUFReader) -> dict[str, Tensor]:
     """Names and values; d2t whole, all else in fp32."""
-    out = {}
-    for t in reader.tensors:
-        whole = t.name == "d2t"
-        array = t.data if whole else dequantize(t.data, t.tensor_type)
-        out[t.name] = torch.tensor(array)
-    return out
+    return {
+        t.name: torch.tensor(t.data if t.name == "d2t" else dequantize(t.data, t.tensor_type))
+        for t in reader.tensors
+    }
 
 
 def _eagle3(file: Path, keys: StoredConfig, tensors: dict[str, Tensor], target: Shell) -> Eagle:

@@ -136,12 +136,11 @@ def _module(files: dict[str, Path], prefix: str) -> dict[str, str]:
     for name in files:
         if name.startswith(prefix):
             ours = name.removeprefix(prefix)
-            for theirs, known in _RENAMED.items():
-                if ours.startswith(theirs):
-                    ours = known + ours.removeprefix(theirs)
-                    break
-            out[ours] = name
-    return {ours: name for ours, name in out.items() if ours not in _SHARED}
+            theirs = next((start for start in _RENAMED if ours.startswith(start)), "")
+            ours = _RENAMED.get(theirs, "") + ours.removeprefix(theirs)
+            if ours not in _SHARED:
+                out[ours] = name
+    return out
 
 
 def _check_names(spec: str, module: dict[str, str]) -> None:

@@ -69,8 +69,8 @@ class Eagle1(OneLayer):
     ) -> Tensor:
         """Smooth L1 of hidden states from the target's own at x_{a+1+j}."""
         true = batch.features["normed"].flatten(0, 1)[place]  # (n, H)
-        apart = F.smooth_l1_loss(unroll.hidden[rows].float(), true.float(), reduction="none")
-        return apart.mean(1)
+        distance = F.smooth_l1_loss(unroll.hidden[rows].float(), true.float(), reduction="none")
+        return distance.mean(1)
 
     def logits(self, hidden: Tensor, prev: Tensor, depth: Tensor) -> Tensor:
         return self.target.unembed(hidden)

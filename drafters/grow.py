@@ -1,7 +1,7 @@
 """Growing a proposal from a drafter's laws: chains, dynamic trees, trees of fixed shape.
 
 A family supplies one function, `forward`: the laws after some new nodes, given which earlier nodes
-each descends from. All that differs between shapes is which nodes are asked for, and how children
+each descends from. All that differs between shapes is which nodes are expanded, and how children
 are taken: drawn, or ranked. Nothing here reads a tensor on the host, so that a round can be
 captured as a CUDA graph.
 """
@@ -25,7 +25,7 @@ from draftsmith.drafters.vocab import VocabMap
 if TYPE_CHECKING:
     from draftsmith.drafters.base import Drafter
 
-# forward(tokens (B, W) target ids, parent (B, W), seen (B, W, F)) -> logits (B, W, Vd), asked once
+# forward(tokens (B, W) target ids, parent (B, W), seen (B, W, F)) -> logits (B, W, Vd), called once
 # a depth, from the root's on.
 # "Fed" nodes are those that forward was given so far, the root first, then as they came: parent
 # numbers them (0 for the root, which has none), and seen[.., f] = fed node f is the new node itself

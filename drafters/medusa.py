@@ -6,7 +6,7 @@ its loss (0.8**j per head) is the recipe's depth_weights. (Medusa-2 adapts the t
 train/medusa2.py; they are served alike.)
 
 What a depth-j query of anchor a sees: g_a, after the target's final norm. No keys, no values, no
-token: a depth has the same law at every node of a tree, so that heads are asked once a depth.
+token: a depth has the same law at every node of a tree, so that heads run once a depth.
 vLLM serves it (method `medusa`: the best chain only, all heads on the runner's normed output;
 `lm_heads` own or one shared, over the whole vocabulary: 0.32 cannot load its own `token_map`).
 TensorRT-LLM takes it on its legacy path; SGLang, llama.cpp and transformers do not.

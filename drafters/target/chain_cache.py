@@ -54,15 +54,15 @@ class RowCache:
             return
         tokens, self._written = self._written, None
         dropped, first = tokens.shape[1] - count, not self._recording
-        again = dropped > 0 and (first or bool(self._states))  # must the kept ones be read again?
-        if first and again:
+        reread = dropped > 0 and (first or bool(self._states))  # must the kept ones be read again?
+        if first and reread:
             self._cache = DynamicCache(config=self._config)
         elif not first:  # crop(0) also lets go of what was recorded for a roll-back
-            self._cache.crop(-tokens.shape[1] if again else -dropped)
-        if again and not first:
+            self._cache.crop(-tokens.shape[1] if reread else -dropped)
+        if reread and not first:
             for layer, i, state in self._states:
                 layer.recurrent_states[i].copy_(state)
-        if again and count:
+        if reread and count:
             self._run(tokens[:, :count], self._cache)
             if not first:
                 self._cache.crop(0)

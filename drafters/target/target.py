@@ -163,8 +163,8 @@ class Target(CausalLM, Shell):
         caches = step.slab.rows if isinstance(step.slab, ChainCache) else [None] * len(tokens)
         parts = []
         for row, (positions, cache) in enumerate(zip(step.positions, caches, strict=True)):
-            alone = Step(positions[None], step.key_positions, step.visible, cache)
-            parts.append(super().forward(tokens[row : row + 1], alone, taps))
+            row_step = Step(positions[None], step.key_positions, step.visible, cache)
+            parts.append(super().forward(tokens[row : row + 1], row_step, taps))
         return _joined(parts, 0)
 
     def _run(self, tokens: Tensor, step: Step) -> None:

@@ -147,17 +147,17 @@ def corrected_from_p(drafts: Tensor, length: Tensor, p: Tensor, q: Tensor, draws
 
 def not_renormalised(tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, draws: Any) -> Accepted:
     """Wrong: siblings drawn without replacement, each judged by the q of the first. Depth 1."""
-    here = p[:, 0]
+    left = p[:, 0]
     path = torch.zeros_like(tokens)
     for i in range(1, tokens.shape[1]):
         x = tokens[:, i : i + 1]
-        prob = (here.gather(1, x) / q[:, 0].gather(1, x)).clamp(max=1.0)
+        prob = (left.gather(1, x) / q[:, 0].gather(1, x)).clamp(max=1.0)
         if bool(draws.accept(prob)):
             path[:, 1] = i
             return Accepted(torch.ones_like(x[:, 0]), draws.pick(p[:, i]), path)
-        left = (here - q[:, 0]).clamp(min=0)
-        here = left / left.sum(1, keepdim=True)
-    return Accepted(torch.zeros_like(tokens[:, 0]), draws.pick(here), path)
+        residual = (left - q[:, 0]).clamp(min=0)
+        left = residual / residual.sum(1, keepdim=True)
+    return Accepted(torch.zeros_like(tokens[:, 0]), draws.pick(left), path)
 
 
 def rule_errors() -> Iterator[tuple[str, float]]:

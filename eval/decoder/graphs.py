@@ -50,7 +50,7 @@ class _Pair(NamedTuple):
 class Graphs:
     """Runs the rounds of one batch, eagerly while a view of the caches is new, else from graphs.
 
-    A capture that fails is told in one line, and all goes on eagerly.
+    Where a capture fails, one line says so and all goes on eagerly.
     """
 
     def __init__(self, rounds: Rounds) -> None:

@@ -144,10 +144,10 @@ class Decoder:
         """The batch's device side, with room for every text: an earlier one's where graphs are."""
         slots = self.policy.slots if self.drafter else 1
         capacity = max(len(text.prompt) for text in texts) + max_new_tokens + 2 * slots
-        about = (self.target, self.drafter, self.policy, sampler, ids, seed)
+        inputs = (self.target, self.drafter, self.policy, sampler, ids, seed)
         if not self._captures(len(texts)):
             self._running = None
-            return self.rounds_type(*about, capacity)
+            return self.rounds_type(*inputs, capacity)
         capacity = -(-capacity // _STEP) * _STEP
         key = (len(texts), capacity, sampler, seed)
         kept = self.captured.pop(key, None)
@@ -156,7 +156,7 @@ class Decoder:
         else:
             while len(self.captured) >= _KEPT:  # each holds a cache and its graphs' memory
                 del self.captured[next(iter(self.captured))]
-            kept = Graphs(self.rounds_type(*about, capacity, fixed=True))
+            kept = Graphs(self.rounds_type(*inputs, capacity, fixed=True))
         self.captured[key] = self._running = kept
         return kept.rounds
 

@@ -145,8 +145,8 @@ class Rounds:
                 self.slab.gather(self.slab.length, path)
             tokens = tokens.gather(1, path)
             features = {
-                name: of.gather(1, path.unsqueeze(2).expand(-1, -1, of.shape[2]))
-                for name, of in features.items()
+                name: feature.gather(1, path.unsqueeze(2).expand(-1, -1, feature.shape[2]))
+                for name, feature in features.items()
             }
         self.slab.commit(counts)
         self.root.copy_(result.token)
@@ -176,8 +176,8 @@ class Rounds:
             row = torch.arange(len(length), device=length.device)
 
             def choose(node: Tensor) -> Tensor:
-                logits, where = self.logits[row, node].unsqueeze(1), position[row, node]
-                return own_choice(logits, self.sampler, self.noise, where.unsqueeze(1))[:, 0]
+                logits, place = (t[row, node].unsqueeze(1) for t in (self.logits, position))
+                return own_choice(logits, self.sampler, self.noise, place)[:, 0]
 
             return accept.match_tree(tokens, parents, length, self.policy.k, choose)
         assert self.drafter is not None

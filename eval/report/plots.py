@@ -42,8 +42,8 @@ def alpha_per_depth(found: Mapping[str, Report], k: int, colours: int = 8) -> st
         for j, a in known[i]:
             low, high = replay["alpha_ci"][j]
             chart.whisker(j + shift, low, high, style)
-            told = f"{label}, depth {j}: {a:.3f} [{low:.3f}, {high:.3f}]"
-            chart.dot(j + shift, a, style, told)
+            tooltip = f"{label}, depth {j}: {a:.3f} [{low:.3f}, {high:.3f}]"
+            chart.dot(j + shift, a, style, tooltip)
     return chart.svg()
 
 
@@ -57,18 +57,20 @@ def tau_by_k(report: Report) -> str:
     chart.y_axis()
     chart.x_axis("draft length k", [(k, str(k)) for k in ks])
     for i, (label, found) in enumerate(rows.items()):
-        at = [(k, found[str(k)]) for k in ks]
+        points = [(k, found[str(k)]) for k in ks]
         chart.band(
-            [(k, f["tau_ci"][0]) for k, f in at], [(k, f["tau_ci"][1]) for k, f in at], f"s{i}"
+            [(k, f["tau_ci"][0]) for k, f in points],
+            [(k, f["tau_ci"][1]) for k, f in points],
+            f"s{i}",
         )
-        chart.line([(k, f["tau_iid"]) for k, f in at], f"s{i} dashed")
-        chart.line([(k, f["tau"]) for k, f in at], f"s{i}")
-        for k, f in at:
+        chart.line([(k, f["tau_iid"]) for k, f in points], f"s{i} dashed")
+        chart.line([(k, f["tau"]) for k, f in points], f"s{i}")
+        for k, f in points:
             chart.dot(k, f["tau"], f"s{i}", f"{label}, k = {k}: replay tau {f['tau']:.3f}")
         decoded = report["decode"][label]
         if decoded["decode"]["tau"]:
-            told = f"{label}, k = {decoded['k']}: decode tau {decoded['decode']['tau']:.3f}"
-            chart.dot(decoded["k"], decoded["decode"]["tau"], f"s{i} ring", told, 6.5)
+            tooltip = f"{label}, k = {decoded['k']}: decode tau {decoded['decode']['tau']:.3f}"
+            chart.dot(decoded["k"], decoded["decode"]["tau"], f"s{i} ring", tooltip, 6.5)
     return chart.svg()
 
 
@@ -89,10 +91,10 @@ def learning_curve(report: Report) -> str:
         for (x, f), row in zip(points, known, strict=True):
             low, high = f["tau_ci"]
             chart.whisker(x, low, high, f"s{i}")
-            told = f"checkpoint-{row['step']}, {label}: {f['tau']:.3f} [{low:.3f}, {high:.3f}]"
-            chart.dot(x, f["tau"], f"s{i}", told)
+            tooltip = f"checkpoint-{row['step']}, {label}: {f['tau']:.3f} [{low:.3f}, {high:.3f}]"
+            chart.dot(x, f["tau"], f"s{i}", tooltip)
             if row["best"]:
-                chart.dot(x, f["tau"], f"s{i} ring", told, 7)
+                chart.dot(x, f["tau"], f"s{i} ring", tooltip, 7)
     best = next((r for r in known if r["best"]), None)
     if best:
         top = max(f["tau_ci"][1] for f in best["replay"].values())
@@ -121,8 +123,8 @@ def speedup_by_k(report: Report) -> str:
         if decoded["decode"]["speedup"]:
             value = decoded["decode"]["speedup"]
             style, note = shade(f"s{i}", decoded["decode"]["clock"])
-            told = f"{label}, k = {decoded['k']}: {value:.2f}x measured{note}"
-            chart.dot(decoded["k"], value, f"{style} ring", told, 6.5)
+            tooltip = f"{label}, k = {decoded['k']}: {value:.2f}x measured{note}"
+            chart.dot(decoded["k"], value, f"{style} ring", tooltip, 6.5)
     return chart.svg()
 
 
@@ -139,7 +141,7 @@ def round_time(report: Report) -> str:
 
 
 def shade(style: str, clock: Report) -> tuple[str, str]:
-    """A mark's style, and what it tells besides: grey for what is no measurement."""
+    """A mark's style and a note for its tooltip: grey for what is no measurement."""
     return ("grey", " (machine busy)") if clock["busy"] else (style, "")
 
 
@@ -154,13 +156,13 @@ def stacks(
     room = max(64, 8 + 7 * max(len(name) for name, *_ in rows))  # pixels
     chart = Chart(title, (0, 1.18 * longest), (len(rows), 0), 34 * len(rows) + 58, room)
     for i, (name, parts, whole) in enumerate(rows):
-        x, y = chart.at(0, i + 0.5)
+        x, y = chart.pixels(0, i + 0.5)
         chart.text(x - 8, y + 4, name, "tick end")
         start = 0.0
         for part, value in parts.items():
             style, note = shade(part, clocks[i])
-            told = f"{name}: {part} {value:.1f} ms{note}"
-            chart.bar(start, start + value, i + 0.82, i + 0.18, style, told)
+            tooltip = f"{name}: {part} {value:.1f} ms{note}"
+            chart.bar(start, start + value, i + 0.82, i + 0.18, style, tooltip)
             start += value
         chart.text(*_right(chart, start, i + 0.5), f"{whole:.1f} ms", "value")
     return chart.svg()
@@ -181,8 +183,8 @@ def accepted_lengths(report: Report) -> str:
     for i, (label, found) in enumerate(rows.items()):
         for m, share in enumerate(found["share"]):
             x = m - 0.38 + i * each
-            told = f"{label}: {found['passes'][m]} passes accepted {m}"
-            chart.bar(x, x + each * 0.94, 0.0, share, f"fill s{i}", told)
+            tooltip = f"{label}: {found['passes'][m]} passes accepted {m}"
+            chart.bar(x, x + each * 0.94, 0.0, share, f"fill s{i}", tooltip)
             chart.label(x + each * 0.47, share, f"{share:.2f}", "middle value", 5)
     return chart.svg()
 
@@ -200,10 +202,10 @@ def _short(tokens: float) -> str:
 
 
 def _above(chart: Chart, x: float, y: float) -> tuple[float, float]:
-    px, py = chart.at(x, y)
+    px, py = chart.pixels(x, y)
     return px + 2, py - 5
 
 
 def _right(chart: Chart, x: float, y: float) -> tuple[float, float]:
-    px, py = chart.at(x, y)
+    px, py = chart.pixels(x, y)
     return px + 6, py + 4

@@ -50,7 +50,7 @@ def adapted(target: Mapping[str, Any]) -> str:
 
 
 def assemble(
-    about: Report,
+    header: Report,
     checkpoints: list[Report],
     decode: Mapping[str, Report],
     costs: Mapping[str, Costs],
@@ -58,15 +58,15 @@ def assemble(
 ) -> Report:
     """report.json of a run.
 
-    about: what is passed on as it is: run, target, drafter {family, parameters}, heldout, k, served
+    header: what is copied as it is: run, target, drafter {family, parameters}, heldout, k, served
     (the label of the run's sampler), best (a step), timed_in, provenance. checkpoints: {step,
     tokens_learned, replay: {label: replay.replay_report(..)}}, ascending. decode: evaluate's report
     by label, and costs, both of the best checkpoint. written: `sample_text`'s.
     """
-    rows = [row | {"best": row["step"] == about["best"]} for row in checkpoints]
+    rows = [row | {"best": row["step"] == header["best"]} for row in checkpoints]
     best = next(row for row in rows if row["best"])
     found = best["replay"]
-    return about | {
+    return header | {
         "method": {
             "interval": intervals.INTERVAL,
             "resamples": intervals.RESAMPLES,
@@ -83,7 +83,8 @@ def assemble(
         "repetitive": {name: r["repetitive"] for name, r in found.items()},
         "decode": dict(decode),
         "speed": {
-            name: _speed(costs[name], r, about, best["tokens_learned"]) for name, r in found.items()
+            name: _speed(costs[name], r, header, best["tokens_learned"])
+            for name, r in found.items()
         },
         "histogram": {name: histogram(d["decode"]["histogram"]) for name, d in decode.items()},
         "sample_text": written,
@@ -106,8 +107,8 @@ def _by_k(found: Report, costs: Costs) -> Report:
     return out
 
 
-def _speed(costs: Costs, found: Report, about: Report, learned: int) -> Report:
-    drafting = drafting_of(found, about["drafter"]["parameters"], learned)
+def _speed(costs: Costs, found: Report, header: Report, learned: int) -> Report:
+    drafting = drafting_of(found, header["drafter"]["parameters"], learned)
     tau = drafting.tau_by_k
     best = model.best_k(costs, tau)
     return {
@@ -116,7 +117,7 @@ def _speed(costs: Costs, found: Report, about: Report, learned: int) -> Report:
         "predicted_speedup": model.speedup(costs, tau[best], best),
         "break_even_tau": model.break_even(costs, best),
         "clock": costs.clock.report(),
-        "verdict": f"{model.verdict(costs, drafting)} {about['timed_in']}",
+        "verdict": f"{model.verdict(costs, drafting)} {header['timed_in']}",
     }
 
 

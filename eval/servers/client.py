@@ -186,7 +186,7 @@ class Running:
             ) from None
 
 
-def parse_counters(page: str, prefix: str, tokens: str, speculates: bool, where: str) -> Counters:
+def parse_counters(page: str, prefix: str, tokens: str, speculates: bool, server: str) -> Counters:
     """The counters on a Prometheus page, summed over engines.
 
     prefix: "vllm:" or "llamacpp:"; tokens: the name of its count of generated tokens. speculates
@@ -201,22 +201,23 @@ def parse_counters(page: str, prefix: str, tokens: str, speculates: bool, where:
             continue
         name, labels, value = found[1].removeprefix(prefix), found[2] or "", float(found[3])
         if name == PER_POSITION:
-            at = _POSITION.search(labels)
-            if at is not None:
-                positions[int(at[1])] = positions.get(int(at[1]), 0) + round(value)
+            position = _POSITION.search(labels)
+            if position is not None:
+                j = int(position[1])
+                positions[j] = positions.get(j, 0) + round(value)
         elif name in (DRAFTS, DRAFTED, ACCEPTED, tokens):
             totals[name] = totals.get(name, 0) + round(value)
     for name in [tokens, *((DRAFTS, DRAFTED, ACCEPTED) if speculates else ())]:
         if name not in totals:
             raise UserError(
-                f"{where}: its metrics have no {prefix}{name}: it does not speculate, keeps no "
+                f"{server}: its metrics have no {prefix}{name}: it does not speculate, keeps no "
                 "metrics, or is a version that names them otherwise"
             )
     accepted = tuple(positions.get(j, 0) for j in range(max(positions, default=-1) + 1))
     total = totals.get(ACCEPTED, 0)
     if sum(accepted) != total:
         raise UserError(
-            f"{where}: its metrics count {total} accepted tokens, but {sum(accepted)} position by "
+            f"{server}: its metrics count {total} accepted tokens, but {sum(accepted)} position by "
             "position; this version is not understood"
         )
     return Counters(totals.get(DRAFTS, 0), totals.get(DRAFTED, 0), accepted, totals[tokens])

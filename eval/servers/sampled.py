@@ -3,13 +3,13 @@
 Given the text, a drawn draft was accepted with chance min(1, q/p) at the text's own token once the
 drafts before it were: rounds are random, and counts are held against their expectation by z
 (eval/acceptance/parity.py). The server drafts in every round, so that it counts verify passes
-exactly. In a last round that the answer's limit cut it accepts drafts past the text's end too. How
-many, its counts tell (a round emits one token more than it accepts), but not how deep; only the
-first draft of a round is never among them. So a deeper count is known to within one for each such
-answer, and z is that of the count nearest to what is expected.
+exactly. In a last round that the answer's limit cut it accepts drafts past the text's end too. Its
+counts say how many (a round emits one token more than it accepts), but not how deep; the first
+draft of a round is never among them. So a deeper count is known to within one for each such answer,
+and z is that of the count nearest to what is expected.
 
-Counts of greedy drafts, every server's default, can lie within those bounds. They are told by what
-they are: the rounds that agreement.py expects, answer by answer, which drawn drafts seldom take.
+Counts of greedy drafts, every server's default, can lie within those bounds. They are recognised
+answer by answer: by the rounds that agreement.py expects, which drawn drafts seldom take.
 """
 
 from __future__ import annotations

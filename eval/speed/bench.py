@@ -286,11 +286,11 @@ def run(
 class Store:
     """bench.json: what the figures depend on, and every finished cell. Rewritten at each."""
 
-    def __init__(self, folder: Path, settings: dict[str, Any], about: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, settings: dict[str, Any], origin: dict[str, Any]) -> None:
         """Raises UserError where the folder holds another bench or a broken one, or cannot be
         written."""
         self.path = folder / "bench.json"
-        self.content: dict[str, Any] = {"settings": settings, **about, "cells": {}}
+        self.content: dict[str, Any] = {"settings": settings, **origin, "cells": {}}
         if self.path.is_file():
             self.content = self._stored(settings)
         try:

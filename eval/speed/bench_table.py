@@ -61,10 +61,9 @@ def domain_rows(bench: dict[str, Any]) -> tuple[Row, list[Row]]:
         row = [_name(cell), cell["policy"], str(cell["batch"]), f"{cell['temperature']:g}"]
         row.append(clocks.result(_number(cell["break_even_tau"]), cell["clock"]))
         for name in names:
-            far = cell["distance_by_domain"].get(name)
-            of = cell["tau_by_domain"].get(name)
+            far, tau = (cell[part].get(name) for part in ("distance_by_domain", "tau_by_domain"))
             row.append(
-                "-" if far is None else f"{of:.2f} ({clocks.result(f'{far:+.2f}', cell['clock'])})"
+                "-" if far is None else f"{tau:.2f} ({clocks.result(f'{far:+.2f}', cell['clock'])})"
             )
         out.append(row)
     return DOMAIN_HEAD + names, out
@@ -87,10 +86,12 @@ def verdicts(bench: dict[str, Any]) -> list[str]:
             continue
         gain = cell["measured_speedup"]
         word = "pays" if gain > 1 else "does not pay"
-        where = [n for n, far in cell["distance_by_domain"].items() if far is not None and far > 0]
+        domains = [
+            n for n, far in cell["distance_by_domain"].items() if far is not None and far > 0
+        ]
         text = f"{lead}{word}, {gain:.2f}x at {cell['policy']}"
         if not cell["synthetic"]:
-            text += f"; above break-even on {', '.join(where) or 'no domain'}"
+            text += f"; above break-even on {', '.join(domains) or 'no domain'}"
         out.append(text)
     return out
 

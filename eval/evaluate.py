@@ -1,7 +1,6 @@
 """One drafter, one set of prompts: decode, baseline, replay of the decoded text, parity.
 
-The prompts are decoded one at a time (batch 1), which is what the speed figures are for: each by
-the drafter, then without it.
+The prompts are decoded one at a time (speeds are for batch 1), by the drafter, then without it.
 """
 
 from __future__ import annotations
@@ -128,7 +127,6 @@ def evaluate(
     domains: the prompts' categories, one each, for `by_domain`; none: it is left out.
     progress(what, prompts done, new tokens) is called as decoding goes on.
     """
-
     decoders = [Decoder(target, drafter, policy), Decoder(target)]
     drafted, plain = in_turns(
         decoders, [[prompt] for prompt in prompts], sampler, max_new_tokens, seed=seed, stop=stop,
@@ -145,10 +143,6 @@ def evaluate(
     # Equal texts are owed only where both draw alike: greedy, or the match rule.
     equal = same if deterministic else None
     costs = mean_costs(drafted, plain, k)
-    steady = Steadiness(
-        len(prompts),
-        *(spread_of_rounds([turn.rounds for turn in side]) for side in (plain, drafted)),
-    )
     passes = sum(len(turn.rounds) for turn in drafted)
     return Evaluation(
         target=target.identity(),
@@ -161,7 +155,7 @@ def evaluate(
         replay=found,
         by_domain=by_domain(found.parts, domains, k, seed) if found and domains else None,
         repetitive=repetitive(found.parts, answers, k, seed) if found else None,
-        decode=_decoded(drafted, plain, k, costs, steady, equal),
+        decode=_decoded(drafted, plain, k, costs, equal),
         break_even_tau=break_even(costs, k) if costs.step else None,
         predicted_speedup=(
             speedup(costs, found.pooled.tau, k) if found and found.pooled.tau and passes else None
@@ -191,12 +185,7 @@ def _speed(turns: Sequence[Turn]) -> float | None:
 
 
 def _decoded(
-    drafted: Sequence[Turn],
-    plain: Sequence[Turn],
-    k: int,
-    costs: Costs,
-    steady: Steadiness,
-    equal: int | None,
+    drafted: Sequence[Turn], plain: Sequence[Turn], k: int, costs: Costs, equal: int | None
 ) -> Decoded:
     texts = [text for turn in drafted for text in turn.texts]
     passes, *accepted = counts(texts, k)
@@ -204,6 +193,7 @@ def _decoded(
         sum(r.proposed > j and r.accepted >= j for t in texts for r in t.rounds) for j in range(k)
     ]
     speed, base = _speed(drafted), _speed(plain)
+    spreads = (spread_of_rounds([turn.rounds for turn in side]) for side in (plain, drafted))
     return Decoded(
         tau=counted_tau(texts),
         alpha=[a / r if r else None for a, r in zip(accepted, tried, strict=True)],
@@ -220,7 +210,7 @@ def _decoded(
         baseline_step_ms=1e3 * costs.step,
         prefill_ms=1e3 * sum(turn.prefill for turn in drafted) / max(len(texts), 1),
         texts_equal_to_baseline=equal,
-        clock=steady,
+        clock=Steadiness(len(plain), *spreads),
     )
 
 

@@ -72,8 +72,7 @@ class Acceptance:
 def tau(tokens: float, passes: float) -> float | None:
     """Tokens per verify pass, pooled: all tokens that passes emitted over all passes.
 
-    The token that prefill yields is none of them, nor are drafts past an end or a cut. None where
-    no pass ran.
+    Prefill's token and drafts past an end or a cut are not counted. None where no pass ran.
     """
     return float(tokens / passes) if passes else None
 

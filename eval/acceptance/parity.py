@@ -5,9 +5,8 @@ largest logits lie within an fp32 tie. Sampled drafts: z = (counted - expected) 
 for passes and for each depth. Anything else is a bug, never noise.
 
 Those z pool over texts, and a drafter that reads the wrong features accepts about as often, only
-elsewhere: they hardly see it. So each tried depth is also taken as the independent coin that it is
-given the text, and `z_local` weighs whether coins of higher chance came up more often, and those of
-lower chance less.
+elsewhere: they hardly see it. Given the text each tried depth is an independent coin, so `z_local`
+says whether coins of higher chance came up more often, and those of lower chance less.
 
 A small sum is no normal variable. Where 0.07 acceptances are expected, one has a chance of 7%,
 though (1 - mean) / sqrt(variance) is 3.5. Where drafts are all but certain, as at low temperatures,
@@ -231,8 +230,7 @@ def tail_z(total: int, mean: float, wave: Wave) -> float:
 def count_wave(texts: Sequence[TextRatios], k: int, count: int, block: bool = False) -> Wave:
     """Of one of [passes, accepted at depth 0, 1, ..] over all texts, by the recursion of moments.
 
-    The chance to count n from an anchor on is a sum over the drafts m that its round accepts, and
-    texts are independent.
+    The chance to count n from an anchor on is a sum over the m drafts that its round accepts.
     """
     turn = np.exp(per_round(k)[:, count, None] * _ROOTS)  # (k + 1, F)
     out = np.ones_like(_ROOTS)

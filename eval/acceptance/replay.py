@@ -113,8 +113,7 @@ def anchor_ratios(
 def by_text(
     batch: Batch, parts: Sequence[Stretch], first_prompt: int
 ) -> Iterator[tuple[int, list[NDArray[Any]]]]:
-    """Each text's prompt number and figures (L, ..), of all anchors of a batch in consecutive
-    parts."""
+    """Each text's prompt number and figures (L, ..); parts hold a batch's anchors in order."""
     anchors, *figures = (torch.cat(same, 1) for same in zip(*parts, strict=True))
     prompt = first_prompt - 1
     seen: tuple[int, int] | None = None

@@ -1,14 +1,13 @@
-"""The static tree of a drafter, from how often its choices of each rank are right (Medusa, Cai et
-al. 2401.10774, section 2.3.3).
+"""A drafter's static tree, from how often its choices of each rank are right (Medusa, 2401.10774).
 
 Rank i of depth j is right at an anchor where the text's token is the drafter's i-th best there,
 given the text up to it. These rates give a node the product along its path as its chance, and a
 tree one more token a pass for every node's chance, so that the likeliest nodes are the best tree:
-none is likelier than its parent. The paper takes a depth's rates over all anchors; here they are
-over those at which the depths before were right too, with some rank: only there is it asked.
+none is likelier than its parent. The paper (section 2.3.3) takes a depth's rates over all anchors;
+here only over those at which the depths before were right too, with some rank: others never ask.
 
 Two things are left out: which of its ranks a depth was right with says something of the next, and
-rounds start more often where text is hard. So the walk along the same texts stands beside it.
+rounds start more often where text is hard. So the walk along the same texts is reported too.
 """
 
 from __future__ import annotations

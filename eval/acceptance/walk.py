@@ -59,8 +59,7 @@ def _spans(batch: Batch) -> Tensor:
 def walk_tree(drafter: Drafter, batch: Batch, policy: Policy) -> list[TreeWalk]:
     """The rounds that decoding under `policy` takes for each text of a batch the target has read.
 
-    For policies whose drafts are a deterministic function of the state. Texts come in the order
-    of `replay.text_ratios`.
+    Its drafts are a deterministic function of the state. Texts are in `text_ratios`' order.
     """
     row, first, anchor, end = _spans(batch)
     walks = [TreeWalk([], [], tokens) for tokens in (end - anchor - 1).tolist()]

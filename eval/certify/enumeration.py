@@ -114,8 +114,7 @@ def emitted(
 ) -> Tensor:
     """Joint law (K + 1, V, .., V) of accepted drafts and of the next K + 1 tokens, for a chain.
 
-    p: K + 1 laws, q: K. length(path): valid nodes; drawn: what drafts are drawn from, q itself
-    unless given.
+    p: K + 1 laws, q: K. length(path): valid nodes; drawn: what drafts are drawn from (None: q).
     """
     V, K, drawn = len(p[0]), len(q), drawn or q
     out = torch.zeros(K + 1, *(V,) * (K + 1), dtype=torch.float64)

@@ -104,9 +104,8 @@ class Decoder:
         """Answers each prompt (token ids, not empty).
 
         rows: the requests' own ids, which key their noise (default 0, 1, ..). stop: strings that
-        end a text; the token that completes one is its last. progress is called with the number
-        of new tokens after every round. Raises UserError for a prompt that does not fit the
-        target's positions.
+        end a text; the token that completes one is its last. progress(new tokens) is called after
+        every round. Raises UserError for a prompt that does not fit the target's positions.
         """
         self._check(prompts, sampler, max_new_tokens, rows)
         device = self.target.device

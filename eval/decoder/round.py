@@ -132,8 +132,7 @@ class Rounds:
     def commit(self) -> Tensor:
         """Accepts a path of the proposal and commits it. Returns the report that the host reads.
 
-        (B, 3 + W): accepted drafts, the token the target adds, depth proposed, and the tokens
-        along the path, root first.
+        (B, 3 + W): accepted drafts, the target's token, depth proposed, tokens from the root on.
         """
         result = self._judge()
         counts = torch.where(self.active, result.count + 1, 0)

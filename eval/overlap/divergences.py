@@ -48,9 +48,8 @@ def cuts(sampler: Sampler) -> bool:
 
 @dataclass
 class TargetLaw:
-    """p at m positions, over the kept tokens: probabilities (m, Vd) after the sampler (served) and
-    before truncation (raw; the same tensor where nothing is cut). mass (m,): sum of raw; plogp
-    (m,): sum of raw log raw."""
+    """p at m positions, over the kept tokens: (m, Vd) after the sampler (served) and before it cuts
+    (raw; the same tensor where it cuts nothing); mass (m,): sum of raw; plogp: of raw log raw."""
 
     served: Tensor
     raw: Tensor

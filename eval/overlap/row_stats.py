@@ -62,8 +62,7 @@ def row_stats(
 
     final (m, H): the target's pre-norm states; draft_logits (n, Vd); token (n,): the text's token
     of each row; which (n,): each row's index into final (None: m = n, in order), so that depths
-    that share a position share its logits. divergences: names out of DIVERGENCES; each one
-    costs a pass over (n, Vd).
+    that share a position share its logits. divergences: of DIVERGENCES; each passes over (n, Vd).
     """
     if which is None:
         which = torch.arange(token.shape[0], device=token.device)

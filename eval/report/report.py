@@ -165,8 +165,7 @@ def sample_text(
     row: int = 0,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Decodes one prompt (row keys its noise) and says which tokens were drafted, and which are the
-    target's own.
+    """Decodes one prompt (row keys its noise) and says which tokens the drafter wrote.
 
     pieces: {text, by} in order, by "drafter" (drafted and accepted), "rejected" (the draft that was
     refused, no part of the text; `drafts` has those after it too) or "target" (its correction or

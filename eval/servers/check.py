@@ -30,8 +30,7 @@ def collect(
     they answer a prompt in turn, so that a machine that slows down slows all of them.
 
     sides: how many tokens a server drafts, None where it does not speculate. progress() is called
-    after each answer. Raises UserError where it drafts another number (see `Running.ask` for the
-    rest).
+    after each answer. Raises UserError where it drafts another number, and as `Running.ask` does.
     """
     for server, k in sides.items():
         server.ask(prompts[0], min(tokens, 8), 0.0, seed, k is not None)  # warm-up
@@ -77,9 +76,8 @@ def report(
 ) -> dict[str, Any]:
     """One entry per temperature, and `holds`: counters agree, and T=0 texts equal the plain ones.
 
-    drafts: "greedy" or "sampled", how the server makes them at temperatures above 0. plain: the
-    answers of the same server without speculation, which took turns with it; None: texts and speeds
-    are not compared.
+    drafts: "greedy" or "sampled", how the server makes them at temperatures above 0. plain: answers
+    of the server without speculation, taking turns; None: texts and speeds are not compared.
     """
     clock = None if plain is None else steadiness(plain).report()
     temperatures = []

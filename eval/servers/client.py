@@ -1,7 +1,6 @@
 """Speaking to a server over HTTP: token ids in, token ids and counters out.
 
-Counters run over a server's whole life: only the difference of two readings says anything about
-what was asked in between.
+Counters run over a server's whole life: an answer's are the difference of two readings.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ _POSITION = re.compile(r'position="(\d+)"')
 
 @dataclass(frozen=True)
 class Kind:
-    """How one kind of server is started and spoken to; vllm.py and llama_cpp.py hold the two that
-    we know.
+    """How one kind of server is started and asked: vllm.py and llama_cpp.py hold ours.
 
     program(): what is started, UserError where it is not set up. command(program, target, draft or
     None, length of prompt and answer, port); environment(program) is added to ours. patched():

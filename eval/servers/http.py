@@ -2,8 +2,7 @@
 
 Refused   the request's: the server read it, and would say the same again
 Failed    not known: it failed at this one, and may answer others (500, too slow, cut off)
-Away      the server's: nobody gets an answer now (no connection, too many requests, starting,
-          or a proxy's page in its place)
+Away      the server's: nobody gets an answer now (no connection, too many requests, a proxy's page)
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ _SHOWN = 300  # letters of what a server says
 
 
 class Fault(Exception):
-    """No answer. said: what the server says, or why it says nothing; status: its own, or None.
-    hint: what to do."""
+    """No answer. said: the server's words, or why there are none; hint: what to do."""
 
     hint = "see its log"
 

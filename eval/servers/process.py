@@ -57,8 +57,7 @@ def servers_folder() -> Path:
 
 
 def installed(server: str, inside: str) -> Path:
-    """The path of a server's program, as `make servers` sets it up. Raises UserError where it is
-    not."""
+    """A server's program. Raises UserError where `make servers` has not set it up."""
     path = servers_folder() / inside
     if not (servers_folder() / server / ".installed").is_file() or not path.exists():
         raise UserError(

@@ -36,9 +36,8 @@ class Sampled:
     """One temperature: what the server counted, and what replay expects of drawn drafts.
 
     expected, z (1 + k,): of passes and of drafts accepted at each depth; z None where nothing is
-    random. cut: answers whose last round the limit cut; past_end: drafts accepted in those past the
-    text's end. greedy: the counts are those of greedy drafts. splits: answers whose counts are not
-    those of rounds of k drafts.
+    random. cut: answers whose last round the limit cut; past_end: drafts accepted past their ends.
+    greedy: the counts are those of greedy drafts. splits: answers that rounds of k cannot give.
     """
 
     k: int

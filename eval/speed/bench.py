@@ -1,5 +1,4 @@
-"""How fast: the decoder against the same loop without drafting, over draft shapes, batches and
-temperatures.
+"""The decoder's speed against the loop without drafting, by draft shape, batch and temperature.
 
 A cell is one (drafter, policy, batch, temperature). Decode figures leave prefill out, end-to-end
 ones hold it. Drafter and baseline take turns within a cell, batch by batch, and a cell whose turns
@@ -227,8 +226,7 @@ def roofline_share(
 ) -> float:
     """Of `seconds`, the share that reading takes at `rate` bytes per second.
 
-    weights: bytes of the weights; kv: bytes per cached token, of which each of `rows` rows has
-    `context`.
+    weights: their bytes; kv: bytes of a cached token, of which each of `rows` has `context`.
     """
     return (weights + kv * rows * context) / rate / seconds
 
@@ -287,8 +285,7 @@ class Store:
     """bench.json: what the figures depend on, and every finished cell. Rewritten at each."""
 
     def __init__(self, folder: Path, settings: dict[str, Any], origin: dict[str, Any]) -> None:
-        """Raises UserError where the folder holds another bench or a broken one, or cannot be
-        written."""
+        """Raises UserError where the folder holds another bench, or cannot be read or written."""
         self.path = folder / "bench.json"
         self.content: dict[str, Any] = {"settings": settings, **origin, "cells": {}}
         if self.path.is_file():

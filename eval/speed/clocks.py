@@ -2,8 +2,7 @@
 
 A speedup is a ratio of two clocks, and a machine that does other work during one of them gives any
 ratio. So both decode the same batch, one after the other, then the next one: what slows the machine
-for long slows both. And how much a side's turns differ among themselves, its spread, says whether
-there was anything to measure:
+for long slows both. How much a side's turns differ, its spread, says whether it was a measurement:
 
     pace_i = seconds of turn i / seconds that its rounds usually take
     spread = 2 sum_i w_i |pace_i - mean| / (mean sum_i w_i)
@@ -86,8 +85,7 @@ def worst(*found: Steadiness) -> Steadiness:
 
 
 def spread(turns: Sequence[tuple[float, float]]) -> float | None:
-    """The spread of turns (seconds, seconds that their work usually takes); None of fewer than two
-    that had work to do."""
+    """The spread of turns (seconds, seconds their work usually takes); None of fewer than two."""
     turns = [turn for turn in turns if turn[1] > 0]
     if len(turns) < 2:
         return None

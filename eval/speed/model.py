@@ -41,8 +41,7 @@ class Costs:
 
     step: t(1), one step of the baseline loop, its host part included. draft[k]: drafting k tokens
     and reading the features of those accepted. verify[w]: a target pass over w tokens, the root
-    included. host: accept rule and bookkeeping of a round. clock: whether they
-    are a measurement.
+    included. host: accept rule and bookkeeping. clock: whether they are a measurement.
     """
 
     step: float

@@ -7,7 +7,7 @@ weight), a tree over the same few tokens, or longer training, already pays.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -25,7 +25,6 @@ from draftsmith.eval.acceptance.replay import (
     TextRatios,
     anchor_ratios,
     by_text,
-    ratios_by_text,
     rounds_started,
     summarise,
     survivals,
@@ -52,12 +51,7 @@ class TextRanks(NamedTuple):
 def ranks(drafter: Drafter, batch: Batch, depths: int) -> list[TextRanks]:
     """Ranks of every text in a batch that the target has read."""
     parts = [_ranks(drafter, batch, *part) for part in unrolls(drafter, batch, depths)]
-    return _by_text(batch, parts, 0)
-
-
-def _by_text(batch: Batch, parts: Sequence[Stretch], first_prompt: int) -> list[TextRanks]:
-    found = by_text(batch, parts, first_prompt)
-    return [TextRanks(rank, limit, prompt) for prompt, (rank, limit) in found]
+    return by_text(TextRanks, batch, parts, 0)
 
 
 def _ranks(
@@ -101,8 +95,8 @@ def diagnose(drafter: Drafter, batches: Iterable[Batch], k: int, seed: int = 0) 
         first = served[-1].prompt + 1 if served else 0
         parts = unrolls(drafter, batch, k)
         both = [(anchor_ratios(drafter, batch, *p), _ranks(drafter, batch, *p)) for p in parts]
-        served += ratios_by_text(batch, [one for one, _ in both], first)
-        ranked += _by_text(batch, [other for _, other in both], first)
+        served += by_text(TextRatios, batch, [one for one, _ in both], first)
+        ranked += by_text(TextRanks, batch, [other for _, other in both], first)
     reached, hits = np.zeros(k), {width: np.zeros(k) for width in WIDTHS}
     for text, ranks in zip(served, ranked, strict=True):
         weight = _reached(text, k)  # (L, k)

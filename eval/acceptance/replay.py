@@ -8,10 +8,10 @@ backward recursion over anchors. All of it is float64 on the host; the model run
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from draftsmith.eval.acceptance.intervals import (
 )
 from draftsmith.eval.overlap.row_stats import chunk_stats, chunks, unrolls
 
+T = TypeVar("T")
 Stretch = tuple[Tensor, ...]  # anchors (B, A), padded with -1, and figures (B, A, ..) of each
 ROWS = 512  # rows of (anchor, depth) whose logits are alive at a time
 
@@ -73,13 +74,7 @@ def text_ratios(
     first_prompt numbers the batch's first (row, segment); further ones count up.
     """
     parts = [anchor_ratios(drafter, batch, *part) for part in unrolls(drafter, batch, depths)]
-    return ratios_by_text(batch, parts, first_prompt)
-
-
-def ratios_by_text(batch: Batch, parts: Sequence[Stretch], first_prompt: int) -> list[TextRatios]:
-    """Ratios of every text, of `anchor_ratios` in consecutive parts."""
-    found = by_text(batch, parts, first_prompt)
-    return [TextRatios(ratio, limit, gap, prompt) for prompt, (ratio, limit, gap) in found]
+    return by_text(TextRatios, batch, parts, first_prompt)
 
 
 def anchor_ratios(
@@ -111,10 +106,11 @@ def anchor_ratios(
 
 
 def by_text(
-    batch: Batch, parts: Sequence[Stretch], first_prompt: int
-) -> Iterator[tuple[int, list[NDArray[Any]]]]:
-    """Each text's prompt number and figures (L, ..); parts hold a batch's anchors in order."""
+    make: Callable[..., T], batch: Batch, parts: Sequence[Stretch], first_prompt: int
+) -> list[T]:
+    """make(figures (L, ..), prompt number) of each text; parts hold a batch's anchors in order."""
     anchors, *figures = (torch.cat(same, 1) for same in zip(*parts, strict=True))
+    out = []
     prompt = first_prompt - 1
     seen: tuple[int, int] | None = None
     for b in range(anchors.shape[0]):
@@ -128,8 +124,9 @@ def by_text(
                 seen, prompt = (b, segments[a]), prompt + 1
             # Roots are target-made and lie in their anchor's segment: a run of anchors is one text.
             if i + 1 == len(row) or row[i + 1] != a + 1:
-                yield prompt, [t[b, start : i + 1].cpu().numpy() for t in figures]
+                out.append(make(*(t[b, start : i + 1].cpu().numpy() for t in figures), prompt))
                 start = i + 1
+    return out
 
 
 def survivals(text: TextRatios, k: int, block: bool = False) -> Array:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftsmith.drafters.base import Drafter, Policy
+from draftsmith.drafters.base import Policy
 from draftsmith.drafters.policy import StaticTree
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.eval.certify.enumeration import (
@@ -78,33 +79,26 @@ def parity_steps(fixture: Fixture) -> NamedChecks:
                 for rule in (False, True) if policy.is_chain and drawn else (False,):
                     tried = Policy(policy.k, block=True) if rule else policy
                     label = f"parity, {tried}, T={sampler.temperature:g}, {name}"
-                    yield label, _parity_step(fixture, name, drafter, tried, sampler, not drawn)
+                    yield label, partial(_parity, fixture, name, tried, sampler, not drawn)
 
 
-def _parity_step(
-    fixture: Fixture,
-    name: str,
-    drafter: Drafter,
-    policy: Policy,
-    sampler: Sampler,
-    deterministic: bool,
-) -> Callable[[], CheckResult]:
-    def step() -> CheckResult:
-        texts = fixture.decode(drafter, policy, sampler, fixture.all, name)
-        batches = read_decoded(fixture.target, drafter, texts, sampler)
-        found = replay_of(drafter, batches, texts, policy, deterministic)
-        assert found is not None  # `policies` holds no drawn tree
-        parity = found.parity
-        accepted = "/".join(map(str, parity.counted[1:]))
-        figure = f"{parity.counted[0]} passes, accepted per depth {accepted}, "
-        if deterministic:
-            figure += f"{len(parity.splits)} splits, {len(parity.ties)} ties"
-        else:
-            shown = ["-" if z is None else f"{z:.2f}" for z in [*parity.z, parity.z_local]]
-            figure += "z " + " ".join(shown)
-        return parity.holds, figure
-
-    return step
+def _parity(
+    fixture: Fixture, name: str, policy: Policy, sampler: Sampler, deterministic: bool
+) -> CheckResult:
+    drafter = fixture.drafters[name]
+    texts = fixture.decode(drafter, policy, sampler, fixture.all, name)
+    batches = read_decoded(fixture.target, drafter, texts, sampler)
+    found = replay_of(drafter, batches, texts, policy, deterministic)
+    assert found is not None  # `policies` holds no drawn tree
+    parity = found.parity
+    accepted = "/".join(map(str, parity.counted[1:]))
+    figure = f"{parity.counted[0]} passes, accepted per depth {accepted}, "
+    if deterministic:
+        figure += f"{len(parity.splits)} splits, {len(parity.ties)} ties"
+    else:
+        shown = ["-" if z is None else f"{z:.2f}" for z in [*parity.z, parity.z_local]]
+        figure += "z " + " ".join(shown)
+    return parity.holds, figure
 
 
 # ---------------------------------------------------------------- accept rules, and wrong ones

@@ -42,7 +42,7 @@ def _row(cell: dict[str, Any]) -> Row:
         f"{cell['temperature']:g}",
         _number(cell["tau"]),
         f"{cell['tokens_per_s']:.1f}",
-        _percent(cell["clock"]["baseline_spread"]),
+        _number(cell["clock"]["baseline_spread"], ".0%"),
         times("measured_speedup"),
         times("predicted_speedup"),
         times("break_even_tau", ""),
@@ -100,10 +100,6 @@ def _rank(cell: dict[str, Any]) -> tuple[bool, float]:
     return not cell["clock"]["busy"], cell["measured_speedup"]
 
 
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
-
-
 def markdown(bench: dict[str, Any]) -> str:
     """The whole bench as Markdown."""
     settings = bench["settings"]
@@ -135,8 +131,8 @@ def _name(cell: dict[str, Any]) -> str:
     return ("SYNTHETIC " if cell["synthetic"] else "") + cell["drafter"]
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+def _number(value: float | None, how: str = ".2f") -> str:
+    return "-" if value is None else f"{value:{how}}"
 
 
 def _table(head: Row, body: Iterable[Row]) -> str:

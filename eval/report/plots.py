@@ -112,7 +112,8 @@ def speedup_by_k(report: Report) -> str:
     chart.y_axis()
     chart.x_axis("draft length k", [(k, str(k)) for k in ks])
     chart.line([(chart.x[0], 1.0), (chart.x[1], 1.0)], "even")
-    chart.text(*_above(chart, chart.x[0], 1.0), "break-even", "note")
+    left, even = chart.pixels(chart.x[0], 1.0)
+    chart.text(left + 2, even - 5, "break-even", "note")
     for i, (label, found) in enumerate(rows.items()):
         points = [(k, found[str(k)]["predicted_speedup"]) for k in ks]
         style, note = shade(f"s{i}", report["speed"][label]["clock"])
@@ -129,7 +130,7 @@ def speedup_by_k(report: Report) -> str:
 
 
 def round_time(report: Report) -> str:
-    """What a round is made of at each k, beside a step without drafting."""
+    """A round's parts at each k, and a step without drafting."""
     costs = report["speed"][report["served"]]["costs_ms"]
     rows = [("no drafts", {"step": costs["step"]}, costs["step"])]
     for k, whole in costs["round"].items():
@@ -164,7 +165,7 @@ def stacks(
             tooltip = f"{name}: {part} {value:.1f} ms{note}"
             chart.bar(start, start + value, i + 0.82, i + 0.18, style, tooltip)
             start += value
-        chart.text(*_right(chart, start, i + 0.5), f"{whole:.1f} ms", "value")
+        chart.text(chart.pixels(start, 0)[0] + 6, y + 4, f"{whole:.1f} ms", "value")
     return chart.svg()
 
 
@@ -199,13 +200,3 @@ def _short(tokens: float) -> str:
     if tokens >= 10_000_000:
         return f"{tokens / 1e6:.0f}M"
     return f"{tokens / 1000:.0f}k" if tokens >= 10_000 else f"{tokens:.0f}"
-
-
-def _above(chart: Chart, x: float, y: float) -> tuple[float, float]:
-    px, py = chart.pixels(x, y)
-    return px + 2, py - 5
-
-
-def _right(chart: Chart, x: float, y: float) -> tuple[float, float]:
-    px, py = chart.pixels(x, y)
-    return px + 6, py + 4

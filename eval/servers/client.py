@@ -109,7 +109,7 @@ class Running:
     def __init__(self, kind: Kind, url: str, child: Child | None = None) -> None:
         """Raises UserError where nothing answers, or another kind of server does."""
         self.kind, self.url, self.child = kind, url.rstrip("/"), child
-        version = kind.version(self._json(kind.about))
+        version = kind.version(self._answered(http.fetch, kind.about))
         if version is None:
             raise UserError(f"server {url}: answers, but is no {kind.name}; give --server its kind")
         self.version = version
@@ -134,7 +134,7 @@ class Running:
         began = time.perf_counter()
         body = {"prompt": list(prompt), self.kind.limit: tokens, "temperature": temperature}
         body |= {"seed": seed, "ignore_eos": True, "top_p": 1.0, "min_p": 0.0, **self.kind.asks}
-        reply = self._json(self.kind.path, body)
+        reply = self._answered(http.fetch, self.kind.path, body)
         seconds = time.perf_counter() - began
         try:
             ids = self.kind.ids(reply)
@@ -164,9 +164,6 @@ class Running:
         return parse_counters(
             text, self.kind.prefix, self.kind.tokens, speculates, f"server {self}"
         )
-
-    def _json(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        return self._answered(http.fetch, path, body)
 
     def _answered(self, get: Callable[..., T], path: str, body: dict[str, Any] | None = None) -> T:
         try:

@@ -76,7 +76,7 @@ def page(url: str, body: dict[str, Any] | None, timeout: float) -> str:
                 return reply.read().decode(errors="replace")
         except urllib.error.HTTPError as error:
             content = error.read().decode(errors="replace")  # may be cut off as well
-            raise _told(error, content) from None
+            raise _fault(error, content) from None
     except urllib.error.URLError as error:  # no connection
         raise Away(str(error.reason)) from None
     except (OSError, http.client.HTTPException, ValueError) as error:
@@ -85,7 +85,7 @@ def page(url: str, body: dict[str, Any] | None, timeout: float) -> str:
         raise failed from None
 
 
-def _told(error: urllib.error.HTTPError, content: str) -> Fault:
+def _fault(error: urllib.error.HTTPError, content: str) -> Fault:
     kind = Away if error.code in AWAY else Failed if error.code in FAILED else Refused
     fault = kind(_line(content), error.code)
     if isinstance(fault, Away) and (wait := error.headers.get("Retry-After", "")).isdigit():

@@ -38,11 +38,13 @@ class Fixture:
     prompts: list[list[int]]
     tokens: int = 24
     _written: dict[Any, list[Text]] = field(default_factory=dict)
-    _generated: dict[int, list[int]] = field(default_factory=dict)
+    _generated: dict[tuple[int, int | None], list[int]] = field(default_factory=dict)
 
     @torch.no_grad()
     def generate(self, row: int, eos: int | None = None) -> list[int]:
-        """The greedy answer to a prompt by transformers' own generate."""
+        """The greedy answer to a prompt by transformers' own generate, which is kept."""
+        if (row, eos) in self._generated:
+            return self._generated[row, eos]
         ids = torch.tensor([self.prompts[row]], device=self.target.device)
         out = self.theirs.generate(
             ids,
@@ -52,13 +54,8 @@ class Fixture:
             eos_token_id=ends(self.target, eos),
             pad_token_id=0,
         )
-        return out[0, ids.shape[1] :].tolist()
-
-    def generated(self, row: int) -> list[int]:
-        """`generate`, kept."""
-        if row not in self._generated:
-            self._generated[row] = self.generate(row)
-        return self._generated[row]
+        self._generated[row, eos] = out[0, ids.shape[1] :].tolist()
+        return self._generated[row, eos]
 
     def decode(
         self,

@@ -52,7 +52,7 @@ def text_steps(fixture: Fixture) -> NamedChecks:
         temperature 0 and the baseline loop, checked on its own, above."""
         if sampler not in rehearsed:
             if sampler.greedy:
-                answers = [fixture.generated(i) for i in fixture.all]
+                answers = [fixture.generate(i) for i in fixture.all]
             else:
                 texts = fixture.decode(None, Policy(1), sampler, fixture.all, "baseline")
                 answers = [text.tokens for text in texts]
@@ -105,7 +105,7 @@ def own_text(
     wrong: list[str] = []
     for row, text in zip(rows, texts, strict=True):
         if sampler.greedy:
-            place = first_difference(text.tokens, fixture.generated(row))
+            place = first_difference(text.tokens, fixture.generate(row))
             prefix = text.prompt + text.tokens[:place]
             gap = 0.0 if place is None else top_gap(fixture.theirs, prefix)
         else:

@@ -14,25 +14,22 @@ import torch
 
 
 def provenance() -> dict[str, Any]:
-    """command, commit, versions and machine of this process."""
-    return {
-        "command": command(),
-        "commit": commit(),
-        "versions": versions(),
-        "machine": machine(),
-    }
-
-
-def machine() -> dict[str, Any]:
-    """Processor, cores and threads in use; the GPU where there is one."""
-    found: dict[str, Any] = {
+    """The process's command line and commit, versions, and the machine: processor, cores, threads
+    in use, and the GPU where there is one."""
+    machine: dict[str, Any] = {
         "processor": _processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
     if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-    return found
+        machine["gpu"] = torch.cuda.get_device_name()
+    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    return {
+        "command": command,
+        "commit": _commit(),
+        "versions": _versions(),
+        "machine": machine,
+    }
 
 
 def _processor() -> str:
@@ -43,7 +40,7 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def versions() -> dict[str, str]:
+def _versions() -> dict[str, str]:
     """Versions of what the figures depend on."""
     names = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "peft")
     found = {"python": platform.python_version()}
@@ -55,12 +52,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def command() -> str:
-    """The command line of this process."""
-    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
-
-
-def commit() -> str | None:
+def _commit() -> str | None:
     """The git commit of this checkout ("+" when it has changes); None when it is not one."""
     root = Path(__file__).resolve().parents[2]
 

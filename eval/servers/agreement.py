@@ -52,12 +52,9 @@ class ExpectedRounds:
             return False
         extra = [a - b for a, b in zip(_padded(found.accepted, k), ours.accepted, strict=True)]
         known, hidden = extra[: k - self.hidden], extra[k - self.hidden :]
-        return not any(known) and hidden in _prefixes(self.hidden)
-
-
-def _prefixes(n: int) -> list[list[int]]:
-    """What n drafts in a row can add to the accepted counts: [0, 0], [1, 0], [1, 1]."""
-    return [[1] * m + [0] * (n - m) for m in range(n + 1)]
+        # Drafts in a row add 0, 0 or 1, 0 or 1, 1 to the accepted counts.
+        in_a_row = set(hidden) <= {0, 1} and hidden == sorted(hidden, reverse=True)
+        return not any(known) and in_a_row
 
 
 def _padded(accepted: Sequence[int], k: int) -> list[int]:

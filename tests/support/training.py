@@ -195,7 +195,7 @@ def answer_together(
     """A process's part of answering; slow: it takes a while over each batch."""
     add = Parts.add
 
-    def slowly(self: Parts, rows: dict[str, list[Any]]) -> None:
+    def slowly(self: Parts, rows: list[dict[str, Any]]) -> None:
         add(self, rows)
         time.sleep(0.2)
 

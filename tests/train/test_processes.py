@@ -32,7 +32,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.train import checkpoint, learner, loop, processes
 from draftsmith.train.processes import Processes
 from draftsmith.train.run import main
-from draftsmith.train.samples import store as storage
+from draftsmith.train.samples import store
 from draftsmith.train.samples.samples import Samples
 from draftsmith.train.samples.writing import Parts
 from draftsmith.train.states import cache
@@ -50,7 +50,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[HashStore]:
+def key_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[HashStore]:
     """Where threads meet as processes do; 0 and 1 give signs of life, others do not."""
     monkeypatch.setattr(processes, "BEAT", 0.05)
     monkeypatch.setattr(processes, "LOST", 0.5)
@@ -67,12 +67,12 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[HashStore]:
         thread.join()
 
 
-def test_nobody_leaves_before_all_have_come(store: HashStore) -> None:
+def test_nobody_leaves_before_all_have_come(key_store: HashStore) -> None:
     """However often they meet, and however long one works: thrice what a dead one is given."""
     seen: list[int] = []
 
     def work(index: int) -> None:
-        each = Processes(index, 2, index, store)
+        each = Processes(index, 2, index, key_store)
         for meeting in range(3):
             time.sleep(1.5 if (meeting, index) == (1, 1) else 0)
             seen.append(meeting)
@@ -86,10 +86,10 @@ def test_nobody_leaves_before_all_have_come(store: HashStore) -> None:
     assert seen == [0, 0, 1, 1, 2, 2]
 
 
-def test_a_dead_process_is_told(store: HashStore) -> None:
+def test_a_dead_process_is_told(key_store: HashStore) -> None:
     """Of two that do not come, the one that gives no sign of life."""
     with pytest.raises(UserError, match="process 0: process 2 of this launch has ended"):
-        Processes(0, 3, 0, store).meet()
+        Processes(0, 3, 0, key_store).meet()
 
 
 def test_a_share_is_each_ones_own() -> None:
@@ -159,7 +159,7 @@ def test_killed_answers_go_on_with_another_count(world: World, tmp_path: Path, s
     folder, log = tmp_path / "samples", tmp_path / "log"
     about = (str(world.target), str(world.prompts), str(folder))
     begun = training.launch(training.answer_together, 2, log, *about, True)
-    parts = folder / storage.PARTS
+    parts = folder / store.PARTS
     stored = draw.randint(1, 5)
     training.kill(
         begun[seed], lambda: parts.is_dir() and len(list(parts.glob("*-*-*[!p]"))) >= stored
@@ -168,23 +168,23 @@ def test_killed_answers_go_on_with_another_count(world: World, tmp_path: Path, s
     assert codes[seed] == -signal.SIGKILL and codes[1 - seed] == 1
     words = (tmp_path / f"log.{1 - seed}").read_text()
     assert "of this launch has ended" in words and "Traceback" not in words
-    assert storage.read_manifest(folder)["state"] == "writing"
+    assert store.read_manifest(folder)["state"] == "writing"
     kept = {p.name for p in parts.iterdir() if p.suffix != ".tmp"}
     assert ended(training.launch(training.answer_together, 3, log, *about, False, 3)) == [0, 0, 0]
     assert kept and not parts.exists()
     assert content(world, folder) == content(world, world.samples)
-    one, other = (storage.read_manifest(f) for f in (folder, world.samples))
+    one, other = (store.read_manifest(f) for f in (folder, world.samples))
     assert one == other
 
 
 def test_a_prompt_that_is_answered_twice_is_noticed(tmp_path: Path) -> None:
     """As two launches without a common lock would store it: no share is answered by two."""
-    rows = {
-        "ids": [[5, 6]], "made": [[False, True]], "finish": ["stop"], "domain": ["d"],
-        "key": ["k"], "index": [3],
+    row = {
+        "ids": [5, 6], "made": [False, True], "finish": "stop", "domain": "d", "key": "k",
+        "index": 3,
     }  # fmt: skip
-    Parts(tmp_path).add(rows)
-    Parts(tmp_path).add(rows | {"ids": [[5, 7]]})
+    Parts(tmp_path).add([row])
+    Parts(tmp_path).add([row | {"ids": [5, 7]}])
     with pytest.raises(UserError, match="answers prompt 3 a second time"):
         Parts(tmp_path)
 

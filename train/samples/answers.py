@@ -20,7 +20,6 @@ from draftsmith.train.data.conversation import Conversation
 from draftsmith.train.data.endpoint import Endpoint
 from draftsmith.train.data.prompts import Unusable
 from draftsmith.train.progress import Answering
-from draftsmith.train.samples import store
 from draftsmith.train.samples.packing import buckets
 from draftsmith.train.samples.samples import Samples
 from draftsmith.train.samples.writing import Parts
@@ -89,7 +88,7 @@ def answer_here(
                     more = [talk for talk in batch if talk.ask(max_new_tokens)]
                     asked += more
                     if ended := [talk for talk in batch if talk not in more]:
-                        parts.add(store.columns([row for talk in ended for row in talk.rows()]))
+                        parts.add([row for talk in ended for row in talk.rows()])
                         progress.stored(len(ended))
                 live = asked
     log.info("%d tokens, %.0f tokens/s", progress.tokens, progress.rate)
@@ -184,7 +183,7 @@ class _Finished:
         answered = [row for row in rows if row["ids"]]
         if answered and not self.audited:
             self._audit(answered)
-        self.parts.add(store.columns(rows))
+        self.parts.add(rows)
 
     def _audit(self, rows: list[dict[str, Any]]) -> None:
         endpoint = self.endpoint

@@ -86,10 +86,10 @@ def _stored(
             for index, row in enumerate(rows):
                 held.append(row | {"index": index})
                 if len(held) == _PART:
-                    parts.add(store.columns(held))
+                    parts.add(held)
                     held = []
             if held:
-                parts.add(store.columns(held))
+                parts.add(held)
             return writing.finish(folder, manifest, parts, target, audit)
         except UserError:
             for name in (store.PARTS, store.ROWS):

@@ -163,8 +163,3 @@ def content_hash(dataset: Any) -> str:
 
 def digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
-def columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Rows as {column: values}."""
-    return {name: [row[name] for row in rows] for name in rows[0]}

@@ -128,8 +128,8 @@ class Parts:
         store.check(dataset, count, digest, part)
         return dataset
 
-    def add(self, rows: dict[str, list[Any]]) -> None:
-        """Stores rows, {column: values} with `index` among the columns."""
+    def add(self, rows: list[dict[str, Any]]) -> None:
+        """Stores rows, `index` among their columns."""
         datasets = library()
         value = datasets.Value
         features = datasets.Features(
@@ -142,9 +142,10 @@ class Parts:
                 "index": value("int64"),
             }
         )
-        dataset = datasets.Dataset.from_dict(rows, features=features)
+        dataset = datasets.Dataset.from_list(rows, features=features)
         digest = store.content_hash(dataset)[:16]
-        store.save(dataset, self.folder / f"{min(rows['index']):06d}-{len(dataset)}-{digest}")
+        first = min(row["index"] for row in rows)
+        store.save(dataset, self.folder / f"{first:06d}-{len(dataset)}-{digest}")
         answered, given_up = _answers(dataset)
         self.indices += answered
         self.given_up |= given_up

@@ -160,7 +160,7 @@ def test_resumed_between_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for stop in range(3):
         count = 0
 
-        def dies(self: Parts, values: dict[str, Any], at: int = stop) -> None:
+        def dies(self: Parts, values: list[dict[str, Any]], at: int = stop) -> None:
             nonlocal count
             if count == at:
                 raise KeyboardInterrupt

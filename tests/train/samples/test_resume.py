@@ -156,7 +156,7 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "begun"
     add = Parts.add
 
-    def once_more(self: Parts, rows: dict) -> None:
+    def once_more(self: Parts, rows: list[dict]) -> None:
         if len(self.indices) == 2 * BATCH:
             raise Stop
         add(self, rows)
@@ -172,9 +172,12 @@ def test_stored_prompts_are_not_answered_again(
 ) -> None:
     answered: list[int] = []
     add = Parts.add
-    monkeypatch.setattr(
-        Parts, "add", lambda self, rows: (answered.extend(rows["index"]), add(self, rows))
-    )
+
+    def counted(self: Parts, rows: list[dict]) -> None:
+        answered.extend(row["index"] for row in rows)
+        add(self, rows)
+
+    monkeypatch.setattr(Parts, "add", counted)
     run(begun, batch_size=4)
     assert len(answered) == PROMPTS - 2 * BATCH
     run(begun)  # complete: opened, nothing is answered

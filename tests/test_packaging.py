@@ -77,10 +77,10 @@ def edit(path: Path, old: str, new: str) -> None:
 
 
 def test_wheel_is_the_folders(tree: Path) -> None:
-    (tree / "train" / "example.yaml").write_text("a: 1\n")  # package data, even where none is yet
+    (tree / "train/data/example.yaml").write_text("a: 1\n")  # package data
     (tree / "recipes" / "example.yaml").write_text("a: 1\n")
     names = build_wheel(tree)
-    assert "draftsmith/train/example.yaml" in names
+    assert "draftsmith/train/data/example.yaml" in names
     assert wheel_faults(tree, names) == []
 
 

@@ -134,9 +134,11 @@ def folders(text: str) -> list[str]:
 
 
 def test_the_map_is_the_layout() -> None:
-    """Every folder that holds modules is in the map."""
+    """Every folder that holds modules is in the map; those of tests are the same again."""
     here = {path.parent.relative_to(ROOT).as_posix() for top in TOPS for path in top.rglob("*.py")}
-    assert {name for name in here if "__pycache__" not in name} <= set(folders(README.read_text()))
+    tests = {name for name in here if name.startswith("tests/")} - {"tests/support"}
+    assert here - tests == set(folders(README.read_text()))
+    assert tests <= {f"tests/{name}" for name in here}
 
 
 TOPS = [ROOT / name for name in ("recipes", "train", "eval", "drafters", "tests", "benchmarks")]

@@ -114,10 +114,11 @@ class Endpoint:
         stopped = self.stopped
         tries = failures = slow = 0
         while not stopped.is_set():
+            asked_at = time.monotonic()
             try:
                 reply = self._ask(prompt, sampler, max_new_tokens, seed, ANSWER_TIMEOUT)
                 found = self._read(reply, max_new_tokens)
-                self._answers()
+                self._answers(asked_at)
                 return found
             except Refused as error:
                 if error.status == 413 or (error.status in (400, 422) and _LONG.search(error.said)):
@@ -143,17 +144,19 @@ class Endpoint:
 
     def _alive(self) -> bool:
         """Whether it answers another request: then the prompt is at fault."""
-        hello = list(self.target.tokenizer("Hello").input_ids)
+        hello, asked_at = list(self.target.tokenizer("Hello").input_ids), time.monotonic()
         try:
             self._finish(self._ask(hello, Sampler(0.0), 1, 0, PROBE_TIMEOUT))
         except (Failed, Refused, KeyError, IndexError, TypeError):
             return False
-        self._answers()
+        self._answers(asked_at)
         return True
 
-    def _answers(self) -> None:
+    def _answers(self, asked_at: float) -> None:
+        """What was asked before the server went away, and read late, does not say it is back."""
         with self._lock:
-            self._away_since, self._said = None, False
+            if self._away_since is None or asked_at >= self._away_since:
+                self._away_since, self._said = None, False
 
     def _wait_for_it(self, fault: Failed) -> None:
         """Says that it waits for a server that answers no request; UserError after PATIENCE."""

@@ -204,14 +204,6 @@ class ReplayResult:
         return acceptance(self.parts, self.k, self.seed, self.resamples)
 
     @property
-    def tokens(self) -> int:
-        return self.pooled.tokens
-
-    @property
-    def passes(self) -> float:
-        return self.pooled.passes
-
-    @property
     def tau(self) -> float:
         found = expected_tau(self.parts)
         return float("nan") if found is None else found

@@ -110,7 +110,7 @@ def test_tau_is_pooled() -> None:
     long, short = [[1.0]] * 9, [[0.0], [0.0]]
     empty = table_of([], 1, prompt=2)
     found = summarise([table_of(long, 1), empty, table_of(short, 1, prompt=1)], 1)
-    assert found.tokens == 9 + 2 and found.passes == 5 + 2
+    assert found.pooled.tokens == 9 + 2 and found.pooled.passes == 5 + 2
     assert found.tau == pytest.approx(11 / 7)
     assert found.alpha == [pytest.approx(5 / (5 + 2))]  # by hand: rounds at 0, 2, .., 8 and 0, 1
     assert np.isnan(summarise([empty], 1).tau)
@@ -218,11 +218,11 @@ def test_replay_at_every_length(name: str) -> None:
     assert list(found) == [1, 2, 3]
     for k, result in found.items():
         parts = [t for batch in batches for t in text_ratios(made, batch, k)]
-        assert result.passes == pytest.approx(sum(moments(t, k).mean[0] for t in parts))
-        assert result.tokens == sum(len(ids) - 5 for ids, _ in texts) and result.k == k
+        assert result.pooled.passes == pytest.approx(sum(moments(t, k).mean[0] for t in parts))
+        assert result.pooled.tokens == sum(len(ids) - 5 for ids, _ in texts) and result.k == k
         assert [t.prompt for t in result.texts] == [0, 1, 2, 3]
         assert not result.biased
-    assert found[1].passes > found[3].passes
+    assert found[1].pooled.passes > found[3].pooled.passes
     batches[1].foreign = True
     assert replay(made, batches, 1)[1].biased
 
@@ -232,5 +232,5 @@ def test_texts_that_are_not_there_are_read_once(monkeypatch: pytest.MonkeyPatch)
     made, batch = read("small", "Llama", batch_of([([5, 6, 7], [False] * 3)], Sampler()))
     calls, unroll = [], type(made).unroll
     monkeypatch.setattr(type(made), "unroll", lambda *args: calls.append(args) or unroll(*args))
-    assert replay(made, [batch], 3)[3].tokens == 0
+    assert replay(made, [batch], 3)[3].pooled.tokens == 0
     assert len(calls) == 1

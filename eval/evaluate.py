@@ -37,12 +37,12 @@ SIDES = ("speculative", "baseline")
 
 @dataclass(frozen=True)
 class Decoded:
-    """What the decoder counted, and how fast it was beside the loop with drafting off.
+    """What the decoder counted, and its speed against the loop with drafting off.
 
     alpha (k,): of the rounds that tried a depth, the share that accepted it. tokens: that verify
     passes emitted. histogram (k + 1,): passes that accepted 0, 1, .. k drafts. by_prompt: tokens
     and passes of each text. *_ms: means of a round, of a baseline step, and of a prompt's prefill.
-    texts_equal_to_baseline: None where nothing is owed (see `evaluate`). Speeds are None where no
+    texts_equal_to_baseline: None where texts need not be (see `evaluate`). Speeds are None where no
     round ran; clock says whether they are a measurement.
     """
 
@@ -140,7 +140,7 @@ def evaluate(
     found = replay_of(drafter, batches, texts, policy, deterministic, seed)
     answers = [text.tokens for text in texts]
     same = sum(a.texts[0].tokens == b.texts[0].tokens for a, b in zip(drafted, plain, strict=True))
-    # Equal texts are owed only where both draw alike: greedy, or the match rule.
+    # Texts must be equal only where both draw the same noise: greedy, or the match rule.
     equal = same if deterministic else None
     costs = mean_costs(drafted, plain, k)
     passes = sum(len(turn.rounds) for turn in drafted)

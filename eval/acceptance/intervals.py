@@ -155,7 +155,7 @@ def repetitive(
 
 
 def repeated_share(tokens: Sequence[int], n: int = NGRAM) -> float:
-    """Share of tokens that stand in an n-gram which occurs more than once in the text."""
+    """Share of tokens in an n-gram that occurs more than once in the text."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     count = Counter(grams)
     covered = {i + j for i, gram in enumerate(grams) if count[gram] > 1 for j in range(n)}

@@ -30,7 +30,7 @@ class TreeWalk:
     tokens: int  # that verify passes emit
 
     def counts(self, k: int) -> Moments:
-        """What replay's moments come to where nothing is left to chance."""
+        """Replay's moments where nothing is random."""
         m = np.array([r.accepted for r in self.rounds], dtype=int).reshape(-1, 1)  # (rounds, 1)
         tried = np.array([r.proposed for r in self.rounds], dtype=int).reshape(-1, 1)
         depth = np.arange(k)

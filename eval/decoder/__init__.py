@@ -1,7 +1,7 @@
 """The speculative decoder. One round, for B rows at once:
 
-1. extend: the drafter reads the tokens that the last round committed, each beside the features that
-   the target's pass made known for it; the last of them is the new anchor.
+1. extend: the drafter reads the tokens that the last round committed, each with the features that
+   the target's pass gave; the last of them is the new anchor.
 2. draft: from the root, the target's own last token, the drafter proposes a chain or tree of N
    nodes (root first), and q, the law that each child was drawn from.
 3. verify: the target reads all N nodes in one pass, behind its cache of what is committed: p.

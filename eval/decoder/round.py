@@ -24,7 +24,7 @@ from draftsmith.eval.decoder import accept
 
 @dataclass
 class Known:
-    """Tokens whose features a verify pass has just made known: the drafter's next `extend`."""
+    """Tokens whose features a verify pass has just computed: the drafter's next `extend`."""
 
     tokens: Tensor  # (B, W)
     features: dict[str, Tensor]  # (B, W, H)
@@ -68,7 +68,7 @@ class Rounds:
         self.active.fill_(True)
         self.slab.length.zero_()
         if self.known is not None:
-            self.known.counts.zero_()  # the last texts' end is not news to these ones
+            self.known.counts.zero_()  # the end of the last texts is not part of these
         if self.state is not None:
             self.state.reset()
 
@@ -92,7 +92,7 @@ class Rounds:
         return first
 
     def draft(self) -> None:
-        """What the last verify pass made known goes to the drafter, which then proposes."""
+        """The drafter reads the features of the last verify pass, then proposes."""
         self.round += 1
         if self.drafter is None:
             one = torch.ones_like(self.root)
@@ -220,7 +220,7 @@ class Rounds:
 
 
 def own_choice(logits: Tensor, sampler: Sampler, noise: Noise, position: Tensor) -> Tensor:
-    """The target's own tokens (B, N) of logits (B, N, V), which stand at position (B, N)."""
+    """The target's own tokens (B, N) at position (B, N), of logits (B, N, V)."""
     if sampler.greedy:
         return argmax(logits)
     return pick(sampler.probs(logits), noise.uniform(Purpose.TARGET, position, 0))

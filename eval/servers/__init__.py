@@ -1,1 +1,1 @@
-"""The same numbers from a running server: started, asked, its counters beside replay's."""
+"""Running servers: started, asked, and their counters compared with replay."""

@@ -4,8 +4,8 @@ Both servers draft greedily by default, at any temperature (drawn drafts: sample
 draft as a point mass: vLLM accepts it with chance p, and what it draws instead is never the draft;
 llama.cpp accepts it where the token drawn from the target is the same. So given the text a draft at
 depth j was accepted exactly where it is the text's own token, and every round is known: counts are
-equal as integers, request by request. Left open is a round that the answer's limit cut: of the
-drafts past the text's end nobody can say which were accepted, and they are shown apart.
+equal as integers, request by request. In a round that the answer's limit cut, the text does not
+say which drafts past its end were accepted: they are reported apart.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ExpectedRounds:
 
     passes: verify passes, plain steps included. tried (k,): drafts at each position. hidden: how
     many of the last round's drafts lie past the text's end, 0 where no round was cut. ties: fp32
-    ties met, at which a round could have gone another way.
+    ties met, at which a round could have ended elsewhere.
     """
 
     counted: Counters

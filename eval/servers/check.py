@@ -1,4 +1,4 @@
-"""A server asked the same prompts with and without its drafter, and what it all comes to."""
+"""The same prompts to a server with and without its drafter: answers, counters, speeds compared."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def _check_length(server: Running, answer: Answer, k: int | None) -> None:
 
 
 def steadiness(plain: Answers) -> Steadiness:
-    """How alike a server without drafts took over a prompt's answers, at one temperature and the
-    other: of equal length, they are the same work. Rounds of drafts do not compare."""
+    """Of a server without drafts, by each prompt's answers at both temperatures: of equal length,
+    they are the same work. Rounds of drafts do not compare."""
     turns = []
     for pair in zip(*plain.values(), strict=True):
         usual = sum(answer.seconds for answer in pair) / len(pair)

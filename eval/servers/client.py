@@ -36,24 +36,24 @@ class Kind:
     program(): what is started, UserError where it is not set up. command(program, target, draft or
     None, length of prompt and answer, port); environment(program) is added to ours. patched():
     whether the one set up here has the fix of tests/support/servers.sh, None where there is none.
-    prefix, tokens: see `parse_counters`. version(json of about): its version, None where the reply
-    is another server's. limit: its word for the answer's length; asks: what a request holds beside
-    what all have; ids(reply): the answer's token ids. shortens: it drafts less where fewer tokens
-    are left, instead of throwing away what exceeds the limit. exact: the flags without which its
-    counts differ from replay's for reasons of rounding or of other requests.
+    prefix, tokens: see `parse_counters`. version(json of version_path): its version, None where the
+    reply is another server's. limit: its word for the answer's length; body: its own fields of a
+    request to `path`; ids(reply): the answer's token ids. shortens: it drafts less where fewer
+    tokens are left, instead of dropping what exceeds the limit. exact: the flags without which its
+    counts differ from replay's by rounding or other requests.
     """
 
     server: Server
     program: Callable[[], Path]
     command: Callable[[Path, Source, Draft | None, int, int], list[str]]
     environment: Callable[[Path], dict[str, str]]
-    about: str
+    version_path: str
     version: Callable[[dict[str, Any]], str | None]
     prefix: str
     tokens: str
     path: str
     limit: str
-    asks: dict[str, Any]
+    body: dict[str, Any]
     ids: Callable[[dict[str, Any]], list[int] | None]
     shortens: bool
     exact: str
@@ -109,7 +109,7 @@ class Running:
     def __init__(self, kind: Kind, url: str, child: Child | None = None) -> None:
         """Raises UserError where nothing answers, or another kind of server does."""
         self.kind, self.url, self.child = kind, url.rstrip("/"), child
-        version = kind.version(self._answered(http.fetch, kind.about))
+        version = kind.version(self._answered(http.fetch, kind.version_path))
         if version is None:
             raise UserError(f"server {url}: answers, but is no {kind.name}; give --server its kind")
         self.version = version
@@ -133,7 +133,7 @@ class Running:
         before = self.counters(speculates)
         began = time.perf_counter()
         body = {"prompt": list(prompt), self.kind.limit: tokens, "temperature": temperature}
-        body |= {"seed": seed, "ignore_eos": True, "top_p": 1.0, "min_p": 0.0, **self.kind.asks}
+        body |= {"seed": seed, "ignore_eos": True, "top_p": 1.0, "min_p": 0.0, **self.kind.body}
         reply = self._answered(http.fetch, self.kind.path, body)
         seconds = time.perf_counter() - began
         try:

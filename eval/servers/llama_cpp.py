@@ -55,7 +55,7 @@ def target_gguf(source: Source) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     scratch = made.with_suffix(f".{uuid.uuid4().hex}.tmp")
     words = [sys.executable, str(converter), path, "--outtype", "f32", "--outfile", str(scratch)]
-    # sentencepiece, which the converter imports for any model, lies beside the server.
+    # The converter imports sentencepiece for any model: it is installed with the server.
     extra = {"PYTHONPATH": str(process.servers_folder() / "llama.cpp/python")}
     try:
         done = subprocess.run(words, env=os.environ | extra, capture_output=True, text=True)
@@ -91,13 +91,13 @@ LLAMA_CPP = Kind(
     program=find_program,
     command=command,
     environment=lambda program: {"LD_LIBRARY_PATH": str(program.parent)},
-    about="/props",
+    version_path="/props",
     version=lambda reply: reply.get("build_info"),
     prefix="llamacpp:",
     tokens="tokens_predicted_total",
     path="/completion",
     limit="n_predict",
-    asks={"top_k": 0, "cache_prompt": False, "return_tokens": True},
+    body={"top_k": 0, "cache_prompt": False, "return_tokens": True},
     ids=lambda reply: reply["tokens"],
     shortens=True,
     exact=" ".join(["-np", "1", *FP32, *DRAFT_FP32, "--spec-draft-p-min", "0"]),

@@ -1,7 +1,7 @@
 """A server's counters where its drafts are drawn from q, against replay's moments of its texts.
 
 Given the text, a drawn draft was accepted with chance min(1, q/p) at the text's own token once the
-drafts before it were: rounds are random, and counts are held against their expectation by z
+drafts before it were: rounds are random, and counts are compared with their expectation by z
 (eval/acceptance/parity.py). The server drafts in every round, so that it counts verify passes
 exactly. In a last round that the answer's limit cut it accepts drafts past the text's end too. Its
 counts say how many (a round emits one token more than it accepts), but not how deep; the first

@@ -61,13 +61,13 @@ VLLM = Kind(
     program=find_program,
     command=command,
     environment=lambda program: ENVIRONMENT,
-    about="/version",
+    version_path="/version",
     version=lambda reply: reply.get("version"),
     prefix="vllm:",
     tokens="generation_tokens_total",
     path="/v1/completions",
     limit="max_tokens",
-    asks={
+    body={
         "top_k": -1, "repetition_penalty": 1.0, "return_token_ids": True,
         "add_special_tokens": False,
     },

@@ -4,7 +4,7 @@ A cell is one (drafter, policy, batch, temperature). Decode figures leave prefil
 ones hold it. Drafter and baseline take turns within a cell, batch by batch, and a cell whose turns
 differ among themselves is no result (clocks.py). Each cell decodes a few tokens first (all of them
 where graphs are captured), which no figure counts. Finished cells are kept in bench.json, so that a
-bench which was stopped goes on where it was.
+stopped bench resumes.
 
 roofline_share (Williams et al. 2009, its bandwidth-bound side): a step at a small batch must read
 every weight and every committed key and value once; nothing else takes comparable time. Its bytes
@@ -100,7 +100,7 @@ def check_memory(target: Target, cells: Sequence[Cell], longest: int) -> None:
 
 
 def full_batches(prompts: Sequence[BenchPrompt], size: int) -> list[list[BenchPrompt]]:
-    """Prompts in full batches; a rest is left out, and too few are gone through again."""
+    """Prompts in full batches; a rest is left out, too few are repeated."""
     if len(prompts) < size:
         return [[prompts[i % len(prompts)] for i in range(size)]]
     return [list(prompts[i : i + size]) for i in range(0, len(prompts) - size + 1, size)]
@@ -123,10 +123,10 @@ def measure(
     batches *= 2 if len(batches) == 1 else 1
     decoders = [decoder] if baseline is None else [decoder, baseline]
     turns = in_turns(
-        decoders, [[asked.ids for asked in batch] for batch in batches],
+        decoders, [[prompt.ids for prompt in batch] for batch in batches],
         Sampler(cell.temperature), max_new_tokens, seed=seed,
     )  # fmt: skip
-    domains = [asked.domain for batch in batches for asked in batch]
+    domains = [prompt.domain for batch in batches for prompt in batch]
     found, *others = (_summary(side, domains) for side in turns)
     own, *base = (spread_of_rounds([turn.rounds for turn in side]) for side in turns)
     steady = Steadiness(len(batches), base[0], own) if base else Steadiness(len(batches), own)
@@ -168,7 +168,7 @@ def _summary(turns: Sequence[Turn], domains: list[str]) -> dict[str, Any]:
 
 
 def compare(found: dict[str, Any], base: dict[str, Any], alpha: float | None) -> dict[str, Any]:
-    """A cell beside its baseline. alpha: a synthetic run's, whose tau it predicts by.
+    """A cell compared with its baseline. alpha: a synthetic run's, which predicts its tau.
 
     break_even: the tau at which a round costs as much as the steps it saves. predicted_speedup:
     tau over it, from typical single rounds; measured_speedup: all decoded tokens over all

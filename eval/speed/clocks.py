@@ -1,4 +1,4 @@
-"""Clocks that cannot lie: drafter and baseline take turns, and each is held against itself.
+"""Clocks that cannot lie: drafter and baseline take turns, and each is compared with itself.
 
 A speedup is a ratio of two clocks, and a machine that does other work during one of them gives any
 ratio. So both decode the same batch, one after the other, then the next one: what slows the machine
@@ -44,12 +44,11 @@ class Steadiness:
     @property
     def busy(self) -> bool:
         """Whether a speed that was measured so is no result."""
-        both = (self.baseline_spread, self.drafter_spread)
-        return any(spread is None or spread > BUSY for spread in both)
+        return any(s is None or s > BUSY for s in (self.baseline_spread, self.drafter_spread))
 
     @property
     def note(self) -> str:
-        """What stands in a verdict's place; "" for a measurement."""
+        """Printed instead of a verdict; "" for a measurement."""
         if not self.busy:
             return ""
         if self.baseline_spread is None or self.drafter_spread is None:

@@ -149,7 +149,7 @@ def typical(clocks: Sequence[Clock], part: str) -> float:
     """Mean seconds of a part over rounds, each counted as the median of those as wide as it is.
 
     Medians leave stalls out. But where a drafter often proposes less, or nothing (n-gram), the
-    median of all rounds would be that of the commonest width, and dear rounds would cost nothing.
+    median of all rounds would be that of the commonest width, and slow rounds would not count.
     """
     by_width: dict[int, list[float]] = {}
     for clock in clocks:
@@ -219,7 +219,7 @@ class Drafting:
 def verdict(costs: Costs, drafting: Drafting) -> str:
     """Whether speculation pays on this device; where it does not, why, each cause with its size.
 
-    Named are a drafter that would pay if it cost nothing, verify passes dearer than a step, a tau
+    Named are a drafter that would pay if it cost nothing, verify passes slower than a step, a tau
     below the break-even, fewer tokens learned from than trained parameters, and held-out text so
     short that the interval of tau holds the break-even. Costs of a busy machine allow no verdict.
     """

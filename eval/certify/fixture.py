@@ -16,7 +16,7 @@ from draftsmith.drafters.policy import Tree
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.loop import Decoder
-from draftsmith.eval.decoder.text import Text, end_token, ends
+from draftsmith.eval.decoder.text import Text, end_token
 
 GREEDY, WARM = Sampler(0.0), Sampler(0.8)
 SEED = 3
@@ -51,7 +51,7 @@ class Fixture:
             attention_mask=torch.ones_like(ids),
             max_new_tokens=self.tokens,
             do_sample=False,
-            eos_token_id=ends(self.target, eos),
+            eos_token_id=[self.target.vocab_size if eos is None else eos],
             pad_token_id=0,
         )
         self._generated[row, eos] = out[0, ids.shape[1] :].tolist()

@@ -68,16 +68,11 @@ def first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> int | None:
     return next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
 
 
-def ends(target: Shell, eos: int | None) -> list[int]:
-    """End tokens: eos, or for None one that never comes."""
-    return [target.vocab_size if eos is None else eos]
-
-
 @contextmanager
 def end_token(target: Shell, eos: int | None) -> Iterator[None]:
-    """Another token ends a text for a while."""
+    """Another token ends a text for a while; None: one that never comes."""
     config = target.hf.generation_config
-    before, config.eos_token_id = config.eos_token_id, ends(target, eos)
+    before, config.eos_token_id = config.eos_token_id, [target.vocab_size if eos is None else eos]
     try:
         yield
     finally:

@@ -164,16 +164,11 @@ class _Stats(torch.autograd.Function):
         return alpha, logq, gap, *values
 
     @staticmethod
-    def backward(
-        ctx: Any,
-        g_alpha: Tensor | None,
-        g_logq: Tensor | None,
-        g_gap: None,
-        *g_values: Tensor | None,
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        alpha, own, _, *values = outputs
         *shared, logits, which, token, logq, normaliser = ctx.saved_tensors[:9]
         cut = ctx.saved_tensors[9:]
-        grads = {"alpha": g_alpha, "logq": g_logq} | dict(zip(ctx.names, g_values, strict=True))
+        grads = {"alpha": alpha, "logq": own} | dict(zip(ctx.names, values, strict=True))
         if ctx.sampler.greedy:
             del grads["logq"]  # a step function
         # A token that q cuts has no gradient: its log-probability is -inf on a whole neighbourhood.

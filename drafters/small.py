@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.drafters.base import Drafter, DrafterConfig, DrafterState, Unroll, entry, register
 from draftsmith.drafters.batch import Alignment, Batch
@@ -164,8 +164,8 @@ def _pruned(target: Shell, layers: list[int], embeddings: str) -> Any:
     if not layers:
         raise UserError("layers: keep at least one layer")
     config = cut(target.hf.config, layers)
-    hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(target.device)
-    small = CausalLM(hf)
+    hf = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    small = CausalLM(hf.to(target.device))
     small.norm.load_state_dict(target.norm.state_dict())
     if embeddings == "shared":
         hf.set_input_embeddings(target.embedding)
@@ -179,13 +179,13 @@ def _pruned(target: Shell, layers: list[int], embeddings: str) -> Any:
 def _from_checkpoint(target: Shell, config: SmallConfig) -> tuple[Any, SmallConfig]:
     """The HF model of config.checkpoint, and the config that can build it again."""
     if config.architecture is not None:
-        known = AutoConfig.for_model(**config.architecture)
-        return AutoModelForCausalLM.from_config(known, dtype=torch.float32), config
+        known = transformers.AutoConfig.for_model(**config.architecture)
+        return transformers.AutoModelForCausalLM.from_config(known, dtype=torch.float32), config
     assert config.checkpoint is not None
     source = resolve(config.checkpoint)
     with loading(f"checkpoint: {config.checkpoint} (a model and its tokenizer)"):
-        tokenizer = AutoTokenizer.from_pretrained(source.path)
-        hf = AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source.path)
+        hf = transformers.AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32)
     if tokenizer_hash(tokenizer) != target.identity()["tokenizer_hash"]:
         raise UserError(
             f"checkpoint: {config.checkpoint} has another tokenizer than the target "

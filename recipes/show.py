@@ -6,10 +6,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import transformers
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoTokenizer
 
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.source import resolve
@@ -35,7 +35,7 @@ def show(path: Path, target: str, reading: Reading, max_new_tokens: int) -> None
     samples: Samples | list[Sample]
     if (path / store.MANIFEST).is_file():
         samples, spec = stored(path)
-        tokenizer = AutoTokenizer.from_pretrained(resolve(spec, weights=False).path)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(resolve(spec, weights=False).path)
     else:
         prompts = read_source(str(path), reading, console.print)
         loaded = Target.load(target)

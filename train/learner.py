@@ -14,10 +14,10 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+import transformers
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import get_cosine_schedule_with_warmup
 
 from draftsmith.drafters import storage
 from draftsmith.drafters.batch import Alignment, Batch
@@ -98,7 +98,9 @@ class Learner:
             weight_decay=recipe.weight_decay,
         )
         warmup = int(recipe.warmup * recipe.steps)
-        return optimizer, get_cosine_schedule_with_warmup(optimizer, warmup, recipe.steps)
+        return optimizer, transformers.get_cosine_schedule_with_warmup(
+            optimizer, warmup, recipe.steps
+        )
 
     # ---------------------------------------------------------------- a step
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from gguf import GGUFReader
 from gguf.quants import dequantize
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter
@@ -127,7 +127,7 @@ def _draft_model(file: Path, head_dim: int, target: Shell) -> Small:
     """A draft model as llama.cpp stores it. transformers dequantises it and settles the names; but
     for the heads' size of some families."""
     with loading(str(file)):
-        hf, info = AutoModelForCausalLM.from_pretrained(
+        hf, info = transformers.AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True,
             head_dim=head_dim,
         )  # fmt: skip

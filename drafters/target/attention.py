@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.utils import logging as transformers_logging
 
 from draftsmith.drafters.target.chain_cache import ChainCache, RowCache
 from draftsmith.drafters.target.slab import Slab
@@ -219,6 +218,10 @@ def attend_by(hf: Any, name: str) -> None:
 
     Quietly: transformers warns of families that keep their own, which the self-test finds out.
     """
+    own = {transformers.AttentionInterface: _attention, transformers.AttentionMaskInterface: _mask}
+    for registry, function in own.items():  # not at import: it takes transformers 2 s to make them
+        if NAME not in registry():
+            registry.register(NAME, function)
     with quiet():
         hf.set_attn_implementation(name)
 
@@ -226,14 +229,10 @@ def attend_by(hf: Any, name: str) -> None:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Within it transformers prints errors alone; nor does it show bars from here on."""
-    transformers_logging.disable_progress_bar()
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
     try:
         yield
     finally:
-        transformers_logging.set_verbosity(level)
-
-
-AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, _mask)
+        transformers.logging.set_verbosity(level)

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import DynamicCache
 
 _STORES = ("keys", "values")
 
@@ -22,10 +22,12 @@ _STORES = ("keys", "values")
 class RowCache:
     """One row. run(tokens (1, W), cache) is the model's forward that fills a transformers cache."""
 
-    def __init__(self, config: Any, run: Callable[[Tensor, DynamicCache], None]) -> None:
+    def __init__(
+        self, config: Any, run: Callable[[Tensor, transformers.DynamicCache], None]
+    ) -> None:
         self._config = config
         self._run = run
-        self._cache = DynamicCache(config=config)
+        self._cache = transformers.DynamicCache(config=config)
         self._recording = False
         self._written: Tensor | None = None  # tokens (1, W) that are not committed yet
         self._states: list[tuple[Any, int, Tensor]] = []  # (layer, index, recurrent state) before
@@ -56,7 +58,7 @@ class RowCache:
         dropped, first = tokens.shape[1] - count, not self._recording
         reread = dropped > 0 and (first or bool(self._states))  # must the kept ones be read again?
         if first and reread:
-            self._cache = DynamicCache(config=self._config)
+            self._cache = transformers.DynamicCache(config=self._config)
         elif not first:  # crop(0) also lets go of what was recorded for a roll-back
             self._cache.crop(-tokens.shape[1] if reread else -dropped)
         if reread and not first:

@@ -16,9 +16,9 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.drafters.errors import UserError, loading
 from draftsmith.drafters.target import selftest
@@ -64,9 +64,9 @@ class Shell(Ends):
         source = resolve(spec, body=False)
         place, kind = defaults(device, dtype)
         with loading(f"target {spec}"):
-            config = AutoConfig.from_pretrained(source.path)
-            tokenizer = AutoTokenizer.from_pretrained(source.path)
-        load = partial(AutoModelForCausalLM.from_pretrained, source.path)
+            config = transformers.AutoConfig.from_pretrained(source.path)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source.path)
+        load = partial(transformers.AutoModelForCausalLM.from_pretrained, source.path)
         hf = _loaded(load, spec, config, [], place, kind)
         hf.config = config
         out = Shell(hf, tokenizer, source)

@@ -15,9 +15,8 @@ from typing import Any
 
 import psutil
 import torch
+import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
-from transformers.utils import logging as transformers_logging
 
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.errors import UserError, loading
@@ -67,15 +66,17 @@ class Target(CausalLM, Shell):
         "auto", or {module: device}; its layers run where they lie, features come out on the first
         device. Raises UserError where it leaves weights that drafters share without a device.
         """
-        transformers_logging.disable_progress_bar()  # a bar for every load drowns our own lines
+        transformers.logging.disable_progress_bar()  # a bar for every load drowns our own lines
         source = resolve(spec)
         device, choice = defaults(device, dtype)
         with loading(f"target {spec}"):
             # Straight to its place: quantised weights cannot be moved afterwards.
             place = device_map or {"": device}
-            hf = AutoModelForCausalLM.from_pretrained(source.path, dtype=choice, device_map=place)
-            tokenizer = AutoTokenizer.from_pretrained(source.path)
-            config = AutoConfig.from_pretrained(source.path)
+            hf = transformers.AutoModelForCausalLM.from_pretrained(
+                source.path, dtype=choice, device_map=place
+            )
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source.path)
+            config = transformers.AutoConfig.from_pretrained(source.path)
         for part in (hf.get_input_embeddings(), hf.get_output_embeddings()):
             if part.weight.is_meta:
                 raise UserError(
@@ -177,7 +178,7 @@ class Target(CausalLM, Shell):
         else:
             self._run_own(tokens, None)
 
-    def _run_own(self, tokens: Tensor, cache: DynamicCache | None) -> None:
+    def _run_own(self, tokens: Tensor, cache: transformers.DynamicCache | None) -> None:
         """The decoder with its own attention and mask, on one row that is not padded."""
         given = {} if cache is None else {str(self._cache_name): cache}
         self._decoder(input_ids=tokens, use_cache=cache is not None, **given)

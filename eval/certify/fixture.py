@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
 
 from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.eagle import Eagle, EagleConfig
@@ -103,7 +103,7 @@ def untrained(target: Target) -> dict[str, Drafter]:
 
 def untouched(target: Target) -> Any:
     """The target's weights in a transformers model of their own, in fp32."""
-    hf = AutoModelForCausalLM.from_pretrained(target.source.path, dtype=torch.float32)
+    hf = transformers.AutoModelForCausalLM.from_pretrained(target.source.path, dtype=torch.float32)
     return hf.eval().to(target.device)
 
 

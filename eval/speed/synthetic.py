@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, models
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.eagle import Eagle, EagleConfig
@@ -47,7 +47,7 @@ def shape_config(name: str) -> Any:
     if name not in _SHAPES:
         raise UserError(f"--shape: no shape {name!r}; known are {', '.join(_SHAPES)}")
     family, hidden, inner, layers, heads, kv_heads, dim, vocab, tied = _SHAPES[name]
-    return AutoConfig.for_model(
+    return transformers.AutoConfig.for_model(
         family,
         hidden_size=hidden,
         intermediate_size=inner,
@@ -70,7 +70,7 @@ def random_target(name: str, device: torch.device, dtype: torch.dtype) -> Target
     """
     config = shape_config(name)
     with torch.device("meta"):
-        weights = AutoModelForCausalLM.from_config(config, dtype=dtype).parameters()
+        weights = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).parameters()
         need = sum(p.numel() * p.element_size() for p in weights)
     free = free_bytes(device)
     if need > free:
@@ -80,10 +80,10 @@ def random_target(name: str, device: torch.device, dtype: torch.dtype) -> Target
         )
     with torch.device(device):
         torch.manual_seed(0)
-        hf = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        hf = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     hf.generation_config.eos_token_id = None
     raw = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
-    words = PreTrainedTokenizerFast(tokenizer_object=raw)
+    words = transformers.PreTrainedTokenizerFast(tokenizer_object=raw)
     return Target(hf, words, Source(f"{LABEL} {name}", name, "random", "folder"))
 
 

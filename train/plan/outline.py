@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.drafters.base import Drafter, family
 from draftsmith.drafters.errors import UserError
@@ -69,7 +69,7 @@ class Outline:
     def __init__(self, recipe: Recipe) -> None:
         source, self.config = _config(recipe.target)
         with torch.device("meta"):
-            self.target = CausalLM(AutoModelForCausalLM.from_config(self.config))
+            self.target = CausalLM(transformers.AutoModelForCausalLM.from_config(self.config))
             shell = Shell(self.target.hf, None, source)
             self.drafter, self.trained = outlined_drafter(recipe, shell)
         # Bytes of the drafter as it is stored: whole, whatever share of it is trained.
@@ -114,7 +114,7 @@ class Outline:
 def _config(spec: str) -> tuple[Source, Any]:
     source = resolve(spec, weights=False)
     try:
-        return source, AutoConfig.from_pretrained(source.path)
+        return source, transformers.AutoConfig.from_pretrained(source.path)
     except (OSError, ValueError, KeyError) as error:
         line = str(error).strip().splitlines()[0]
         raise UserError(f"target {spec}: transformers cannot read its config ({line})") from None

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from transformers import AttentionMaskInterface
 
 import contracts as contract
 import tiny
@@ -55,12 +56,12 @@ def test_nan_of_an_ended_row_would_show(monkeypatch: pytest.MonkeyPatch) -> None
         return added.masked_fill((added == 0).all(-1, keepdim=True), float("-inf"))
 
     monkeypatch.setattr(attention, "_mask", empty)
-    attention.AttentionMaskInterface.register(attention.NAME, empty)
+    AttentionMaskInterface.register(attention.NAME, empty)
     try:
         with pytest.raises(IndexError):
             beside_an_ended_row(Sampler(0.0), monkeypatch)
     finally:
-        attention.AttentionMaskInterface.register(attention.NAME, mask)
+        AttentionMaskInterface.register(attention.NAME, mask)
 
 
 def up_to(last: int, target: Target) -> list[bool]:

@@ -22,8 +22,7 @@ from accelerate import Accelerator
 from common import HERE, Remembering
 
 from draftsmith.drafters.target.target import Target
-from draftsmith.recipes.commands import Compare
-from draftsmith.recipes.compare import compare
+from draftsmith.recipes.compare import Compare, compare
 from draftsmith.recipes.compare_page import markdown
 from draftsmith.train import checkpoint, recipe
 from draftsmith.train.learner import Learner

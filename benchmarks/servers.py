@@ -23,9 +23,8 @@ from common import HERE, cell, markdown, number
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.servers import llama_cpp
 from draftsmith.eval.servers.serving import KINDS
-from draftsmith.recipes.commands import Export, ServeCheck
-from draftsmith.recipes.export import export_checkpoint
-from draftsmith.recipes.serve_check import measure
+from draftsmith.recipes.export import Export, export_checkpoint
+from draftsmith.recipes.serve_check import ServeCheck, measure
 
 K, TOKENS, PROMPTS, SEED = 4, 48, 8, 0
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -21,62 +24,91 @@ from draftsmith.eval.speed import bench_table, synthetic
 from draftsmith.eval.speed.bench import BenchPrompt, Store, check_memory, device_of, grid
 from draftsmith.eval.speed.bench import run as measure
 from draftsmith.eval.speed.clocks import WARM_UP
-from draftsmith.recipes.commands import Bench
-from draftsmith.recipes.options import numbers
+from draftsmith.recipes.options import Prompts, Seed, numbers
 from draftsmith.recipes.shared import check_room, digest, ngram, take_prompts
 from draftsmith.train import disk
+from draftsmith.train.data.chat_template import encode
 from draftsmith.train.progress import CountLine
+
+commands = typer.Typer()
 
 _SYNTHETIC_PROMPTS = 8
 
 
-def run(asked: Bench) -> None:
-    """Runs what is asked. Raises UserError, before anything is timed."""
-    ks, budgets = numbers("--k", asked.k, int), numbers("--tree", asked.tree, int)
-    batches = numbers("--batch", asked.batch, int)
-    temperatures = numbers("--temperature", asked.temperature, float)
-    depth = max(ks, default=4)
-    trees = [Tree(k=min(depth, budget), budget=budget) for budget in budgets]
-    policies = [*map(Policy, ks), *trees]
-    for option, given in (
-        ("--k, --tree", policies),
-        ("--batch", batches),
-        ("--temperature", temperatures),
-    ):
-        if not given:
-            raise UserError(f"{option}: nothing is left to time; give at least one number")
-    for temperature in temperatures:
-        Sampler(temperature)
-    target, drafters, prompts = _synthetic(asked) if asked.shape else _real(asked)
-    cells = grid(drafters, policies, batches, temperatures)
-    longest = max(len(prompt.ids) for prompt in prompts)
-    check_room(longest, asked.max_new_tokens, target)
-    check_memory(target, cells, longest + asked.max_new_tokens)
-    here = device_of(target) | provenance()
-    hashed = hashlib.sha256(json.dumps([prompt.ids for prompt in prompts]).encode())
-    settings = {
-        "target": target.source.spec,
-        "revision": target.source.revision,
-        "alpha": asked.alpha if asked.shape else None,
-        "max_new_tokens": asked.max_new_tokens,
-        "prompts": len(prompts),
-        "prompts_hash": hashed.hexdigest()[:16],
-        "warm_up": WARM_UP,
-        "seed": asked.seed,
-        "drafters": {name: _weights(name) for name in asked.drafters or []},
-        **{key: here[key] for key in ("device", "dtype", "machine", "versions")},
-    }
-    store = Store(asked.output, settings, here)
-    line = CountLine("bench", len(cells))
-    measure(
-        target, drafters, cells, prompts, asked.max_new_tokens, store,
-        alpha=asked.alpha if asked.shape else None, seed=asked.seed,
-        progress=lambda cell: line.count(figures=cell.key),
-    )  # fmt: skip
-    console = Console()
-    _print(store, console)
-    disk.write(asked.output / "bench.md", bench_table.markdown(store.content))
-    console.print(f"written: {store.path} and bench.md")
+@commands.command(
+    "bench",
+    epilog="Example: draftsmith bench smollm2 ngram runs/smol-small/best --k 2,4; "
+    "without weights: draftsmith bench --shape llama-8b --alpha 0.7 --batch 1,4,16",
+)
+@dataclass(frozen=True)
+class Bench:
+    """Times speculation against the loop without it; goes on where it was stopped."""
+
+    target: Annotated[str, typer.Argument(help="Hub id, folder, GGUF file or smollm2.")] = "smollm2"
+    drafters: Annotated[
+        list[str] | None, typer.Argument(help="Checkpoint folders, or ngram (the default).")
+    ] = None
+    k: Annotated[str, typer.Option(help="Draft lengths of chains; empty for none.")] = "2,4"
+    tree: Annotated[str, typer.Option(help="Node budgets of trees, as deep as the longest k.")] = ""
+    batch: Annotated[str, typer.Option(help="Rows decoded at once.")] = "1"
+    temperature: Annotated[str, typer.Option(help="0 is greedy.")] = "0"
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 64
+    prompts: Prompts = None
+    limit: Annotated[int, typer.Option(min=1, help="At most this many, from all domains.")] = 16
+    shape: Annotated[
+        str | None, typer.Option(help="SYNTHETIC: a random target of this shape, e.g. llama-8b.")
+    ] = None
+    alpha: Annotated[float, typer.Option(help="With --shape: the chance of acceptance.")] = 0.7
+    output: Annotated[Path, typer.Option(help="Folder for bench.json and .md.")] = Path("bench")
+    seed: Seed = 0
+
+    def __call__(self) -> None:
+        """Runs what is asked. Raises UserError, before anything is timed."""
+        ks, budgets = numbers("--k", self.k, int), numbers("--tree", self.tree, int)
+        batches = numbers("--batch", self.batch, int)
+        temperatures = numbers("--temperature", self.temperature, float)
+        depth = max(ks, default=4)
+        trees = [Tree(k=min(depth, budget), budget=budget) for budget in budgets]
+        policies = [*map(Policy, ks), *trees]
+        for option, given in (
+            ("--k, --tree", policies),
+            ("--batch", batches),
+            ("--temperature", temperatures),
+        ):
+            if not given:
+                raise UserError(f"{option}: nothing is left to time; give at least one number")
+        for temperature in temperatures:
+            Sampler(temperature)
+        target, drafters, prompts = _synthetic(self) if self.shape else _real(self)
+        cells = grid(drafters, policies, batches, temperatures)
+        longest = max(len(prompt.ids) for prompt in prompts)
+        check_room(longest, self.max_new_tokens, target)
+        check_memory(target, cells, longest + self.max_new_tokens)
+        here = device_of(target) | provenance()
+        hashed = hashlib.sha256(json.dumps([prompt.ids for prompt in prompts]).encode())
+        settings = {
+            "target": target.source.spec,
+            "revision": target.source.revision,
+            "alpha": self.alpha if self.shape else None,
+            "max_new_tokens": self.max_new_tokens,
+            "prompts": len(prompts),
+            "prompts_hash": hashed.hexdigest()[:16],
+            "warm_up": WARM_UP,
+            "seed": self.seed,
+            "drafters": {name: _weights(name) for name in self.drafters or []},
+            **{key: here[key] for key in ("device", "dtype", "machine", "versions")},
+        }
+        store = Store(self.output, settings, here)
+        line = CountLine("bench", len(cells))
+        measure(
+            target, drafters, cells, prompts, self.max_new_tokens, store,
+            alpha=self.alpha if self.shape else None, seed=self.seed,
+            progress=lambda cell: line.count(figures=cell.key),
+        )  # fmt: skip
+        console = Console()
+        _print(store, console)
+        disk.write(self.output / "bench.md", bench_table.markdown(store.content))
+        console.print(f"written: {store.path} and bench.md")
 
 
 def _weights(name: str) -> str:
@@ -85,8 +117,6 @@ def _weights(name: str) -> str:
 
 
 def _real(request: Bench) -> tuple[Target, dict[str, Drafter], list[BenchPrompt]]:
-    from draftsmith.train.data.chat_template import encode
-
     names = request.drafters or ["ngram"]
     for name in names:
         if name != "ngram":

@@ -1,7 +1,8 @@
 """The front door: every `draftsmith` command, from quickstart to serve-check.
 
-A command's options stand once: in its function, in the file of its name, or in commands.py where
-its work takes several functions. Heavy imports wait until it runs, so that --help does not.
+A command's options and work stand in the file of its name, which is imported when the command is
+asked for: the list of commands is printed at once, a command's own help after some two seconds,
+which torch and transformers take.
 
 A user's mistake is one line on stderr and exit code 2, before any compute is spent.
 """
@@ -9,54 +10,100 @@ A user's mistake is one line on stderr and exit code 2, before any compute is sp
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-from typing import Annotated
+from importlib import import_module
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from draftsmith.drafters.errors import UserError
-from draftsmith.recipes import (
-    certify,
-    commands,
-    evaluate,
-    keys,
-    plan,
-    sample,
-    self_prompt,
-    train,
-)
+
+COMMANDS = {  # name: (module, what `draftsmith --help` says, as the command's own help begins)
+    "quickstart": (
+        "quickstart",
+        "The whole job small: samples, two drafters, decoding, one page; 15 minutes on 2 cores.",
+    ),
+    "sample": (
+        "sample",
+        "Lets the target answer prompts, turn by turn; or imports answers; or shows samples.",
+    ),
+    "self-prompt": (
+        "self_prompt",
+        "Lets the target write its own prompts, from its chat template's user turn.",
+    ),
+    "plan": (
+        "plan",
+        "What a recipe will take: parameters, memory, disk, tokens, time; from configs alone.",
+    ),
+    "train": (
+        "train",
+        "Trains a drafter; a run that was stopped goes on where its last checkpoint is.",
+    ),
+    "keys": ("keys", "A recipe's keys: type, default and meaning; and the losses."),
+    "eval": (
+        "evaluate",
+        "Decodes prompts with a drafter: acceptance by replay and decode, parity, speed.",
+    ),
+    "certify": (
+        "certify",
+        "Checks that decoding with a drafter writes what the target alone would write.",
+    ),
+    "report": (
+        "report",
+        "Replays every checkpoint of a run, decodes the best one, writes RUN/report.",
+    ),
+    "compare": (
+        "compare",
+        "Drafters of one target side by side: acceptance, cost, speed, and what each one lacks.",
+    ),
+    "bench": (
+        "bench",
+        "Times speculation against the loop without it; goes on where it was stopped.",
+    ),
+    "export": (
+        "export",
+        "Writes a drafter as a server loads it, reads it back, and says how to serve it.",
+    ),
+    "serve-check": (
+        "serve_check",
+        "Serves an export for real: the server's own counters beside replay of what it wrote.",
+    ),
+}
+
+
+class Commands(TyperGroup):
+    """Holds a name and a line of each command, and loads the one that is asked for."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name, _, rest = super().resolve_command(ctx, args)  # an unknown name is refused here
+        assert name is not None
+        return name, load(name), rest
+
+
+def load(name: str) -> Any:
+    """The click command of this name, its module imported."""
+    house = typer.Typer(rich_markup_mode=None)
+    house.add_typer(import_module(f"draftsmith.recipes.{COMMANDS[name][0]}").commands)
+    group: Any = typer.main.get_group(house)
+    return group.commands[name]
+
 
 app = typer.Typer(
+    cls=Commands,
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="Trains drafters for speculative decoding on a target's own answers.",
 )
-
-
-@app.command(
-    epilog="Example: draftsmith quickstart runs/demo; run again, it goes on, or decodes again"
-)
-def quickstart(
-    folder: Annotated[Path, typer.Argument(help="Where everything goes.")] = Path(
-        "runs/quickstart"
-    ),
-) -> None:
-    """The whole job small: samples, two drafters, decoding, one page; 15 minutes on 2 cores."""
-    from draftsmith.recipes.quickstart import quickstart as run
-
-    raise typer.Exit(run(folder))
-
-
-for part in (sample, self_prompt, plan, train, keys, evaluate, certify, commands):
-    app.add_typer(part.commands)  # at the top level: it has no name
+for name, (_, line) in COMMANDS.items():
+    app.command(name, help=line)(lambda: None)
 
 
 def main() -> None:
     """Entry point of the `draftsmith` command."""
     try:
-        asked = app(standalone_mode=False)  # an exit code, or a command (see commands.py)
+        asked = app(standalone_mode=False)  # an exit code, or a command's options
         code = asked() if callable(asked) else asked
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

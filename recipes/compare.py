@@ -11,10 +11,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+import typer
 
 from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter
@@ -32,14 +33,40 @@ from draftsmith.eval.report.report import drafting_of, label
 from draftsmith.eval.speed import model
 from draftsmith.eval.speed.clocks import Steadiness, spread, worst
 from draftsmith.recipes import compare_page
-from draftsmith.recipes.commands import Compare
-from draftsmith.recipes.options import judge
+from draftsmith.recipes.options import Prompts, Seed, judge
 from draftsmith.recipes.shared import digest, make_folder, ngram, once, read_run, take_prompts
 from draftsmith.train import journal
 from draftsmith.train.progress import CountLine
 from draftsmith.train.samples.heldout import HeldOut, answered
 
+commands = typer.Typer()
+
 SAMPLERS = (Sampler(0.0), Sampler(1.0))
+
+
+@commands.command(
+    "compare", epilog="Example: draftsmith compare runs/smol-eagle3 runs/smol-small ngram"
+)
+@dataclass(frozen=True)
+class Compare:
+    """Drafters of one target side by side: acceptance, cost, speed, and what each one lacks."""
+
+    drafters: Annotated[list[str], typer.Argument(help="Runs' folders, checkpoints, or ngram.")]
+    target: Annotated[str | None, typer.Option(help="Default: the drafters' own.")] = None
+    prompts: Prompts = None
+    limit: Annotated[int, typer.Option(min=1, help="At most this many, from all domains.")] = 32
+    decode_limit: Annotated[int, typer.Option(min=1, help="How many of them to decode.")] = 8
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 96
+    k: Annotated[int, typer.Option(min=1, help="Longest draft.")] = 4
+    output: Annotated[Path, typer.Option(help="Folder for the comparison.")] = Path("compare")
+    seed: Seed = 0
+
+    def __call__(self) -> None:
+        """Makes the comparison and prints its tables."""
+        found = compare(self)
+        compare_page.show(found)
+        print(f"written: {self.output}/compare.html, compare.md, compare.json")
+        judge(not compare_page.broken(found))
 
 
 @dataclass(frozen=True)
@@ -49,14 +76,6 @@ class Entry:
     name: str
     place: Path | None
     run: Path | None
-
-
-def run(settings: Compare) -> None:
-    """Makes the comparison and prints its tables."""
-    found = compare(settings)
-    compare_page.show(found)
-    print(f"written: {settings.output}/compare.html, compare.md, compare.json")
-    judge(not compare_page.broken(found))
 
 
 def compare(

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 import yaml
 from safetensors import SafetensorError
 
@@ -25,9 +27,11 @@ from draftsmith.drafters.target.source import gguf_file
 from draftsmith.drafters.target.target import Target
 from draftsmith.recipes import card
 from draftsmith.recipes.card import ReadBack
-from draftsmith.recipes.commands import Export
+from draftsmith.recipes.options import OwnTarget
 from draftsmith.train.data.chat_template import encode
 from draftsmith.train.data.prompts import product_prompts
+
+commands = typer.Typer()
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Largest difference of draft logits that rounding the weights may make, in standard deviations of
@@ -37,12 +41,38 @@ K = 3  # of a drafter without a run
 DEPTHS, ROWS = 3, 64  # of the draft, and tokens of text, that are read back
 
 
-def run(asked: Export) -> None:
-    """Writes the export and prints how to serve it."""
-    folder, command = export_checkpoint(asked)
-    print(
-        f"written and read back: {folder} (card: README.md, card.json)\nserve it with:\n{command}"
-    )
+@commands.command(
+    "export",
+    epilog="Example: draftsmith export runs/smol-eagle3/best --to vllm --output exports/smol-vllm; "
+    "for llama.cpp: draftsmith export runs/smol-eagle3/best --to llama.cpp",
+)
+@dataclass(frozen=True)
+class Export:
+    """Writes a drafter as a server loads it, reads it back, and says how to serve it."""
+
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder.")]
+    to: Annotated[str, typer.Option(help="vllm, sglang, tensorrt-llm, llama.cpp or transformers.")]
+    output: Annotated[
+        Path | None, typer.Option(help="Folder to make; default: exports/RUN-SERVER.")
+    ] = None
+    target: OwnTarget = None
+    k: Annotated[int | None, typer.Option(min=1, help="Draft length; default: the run's.")] = None
+    length: Annotated[
+        int | None, typer.Option(help="Longest text to serve; default: the target's positions.")
+    ] = None
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32"
+    target_gguf: Annotated[
+        Path | None, typer.Option(help="llama.cpp: the target's GGUF, whose tokenizer is copied.")
+    ] = None
+    plain: Annotated[
+        bool, typer.Option("--plain", help="vllm: EAGLE-3 in its original layout.")
+    ] = False
+
+    def __call__(self) -> None:
+        """Writes the export and prints how to serve it."""
+        folder, command = export_checkpoint(self)
+        print(f"written and read back: {folder} (card: README.md, card.json)")
+        print(f"serve it with:\n{command}")
 
 
 def export_checkpoint(asked: Export) -> tuple[Path, str]:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
 from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter
@@ -32,23 +33,40 @@ from draftsmith.eval.report.provenance import provenance
 from draftsmith.eval.report.report import sample_text
 from draftsmith.eval.speed import model
 from draftsmith.eval.speed.model import Costs
-from draftsmith.recipes.commands import Report
-from draftsmith.recipes.options import judge
+from draftsmith.recipes.options import Prompts, Seed, judge
 from draftsmith.recipes.shared import digest, once, read_run, samples_of, take_prompts
 from draftsmith.train import journal
 from draftsmith.train.progress import CountLine
 from draftsmith.train.samples.heldout import HeldOut, also_trained_on, answered, slug
 
+commands = typer.Typer()
+
 FOLDER = "report"
 
 
-def run(asked: Report) -> None:
-    """Makes the report and prints what it says of speed."""
-    found = report(asked)
-    for name, timed in found["speed"].items():
-        print(f"{name}: {timed['verdict']}")
-    print(f"written: {asked.run / FOLDER}/report.html, report.md, report.json")
-    judge(all(decoded["parity"]["holds"] for decoded in found["decode"].values()))
+@commands.command(
+    "report", epilog="Example: draftsmith report runs/smol-eagle3 --limit 32 --max-new-tokens 128"
+)
+@dataclass(frozen=True)
+class Report:
+    """Replays every checkpoint of a run, decodes the best one, writes RUN/report."""
+
+    run: Annotated[Path, typer.Argument(help="A run's folder, as `draftsmith train` made it.")]
+    target: Annotated[str | None, typer.Option(help="Default: the run's own.")] = None
+    prompts: Prompts = None
+    limit: Annotated[int, typer.Option(min=1, help="At most this many, from all domains.")] = 32
+    decode_limit: Annotated[int, typer.Option(min=1, help="How many of them to decode.")] = 16
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 128
+    k: Annotated[int | None, typer.Option(min=1, help="Longest draft; default: the run's.")] = None
+    seed: Seed = 0
+
+    def __call__(self) -> None:
+        """Makes the report and prints what it says of speed."""
+        found = report(self)
+        for name, timed in found["speed"].items():
+            print(f"{name}: {timed['verdict']}")
+        print(f"written: {self.run / FOLDER}/report.html, report.md, report.json")
+        judge(all(decoded["parity"]["holds"] for decoded in found["decode"].values()))
 
 
 def report(settings: Report) -> dict[str, Any]:

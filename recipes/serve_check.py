@@ -9,7 +9,7 @@ import tempfile
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -25,27 +25,67 @@ from draftsmith.eval.report.provenance import provenance
 from draftsmith.eval.servers import serving as servers
 from draftsmith.eval.servers.check import TEMPERATURES, collect, report
 from draftsmith.eval.servers.client import Running
-from draftsmith.recipes.commands import ServeCheck
+from draftsmith.recipes.options import OwnTarget, Prompts, Seed
 from draftsmith.recipes.shared import check_file, check_room, take_prompts
 from draftsmith.train import disk
 from draftsmith.train.data.chat_template import encode
 from draftsmith.train.progress import CountLine
 
+commands = typer.Typer()
+
 CARD = "card.json"
 DRAFTS = ("greedy", "sampled")
 
 
-def run(asked: ServeCheck) -> None:
-    """Prints one table and writes one JSON file; exit code 1 where server and replay disagree."""
-    check_file(asked.output)
-    found = measure(asked)
-    show(found, Console())
-    if asked.output is not None:
-        disk.write(asked.output, json.dumps(found, indent=1) + "\n")
-        print(f"written: {asked.output}")
-    if not found["holds"]:
-        print(f"error: server and replay disagree: {_why(found)}", file=sys.stderr)
-        raise typer.Exit(1)
+@commands.command(
+    "serve-check",
+    epilog="Example: draftsmith serve-check exports/eagle3-vllm --server vllm; a running one: "
+    "--server http://127.0.0.1:8000",
+)
+@dataclass(frozen=True)
+class ServeCheck:
+    """Serves an export for real: the server's own counters beside replay of what it wrote.
+
+    A running server may serve nobody else meanwhile, and its counts are exact when it runs with
+
+    \b
+    vllm: --dtype float32 --max-num-seqs 1 --enforce-eager
+      --no-enable-prefix-caching --generation-config vllm
+    llama.cpp: -np 1 -fa off -ctk f32 -ctv f32 -ctkd f32 -ctvd f32
+      --spec-draft-p-min 0
+    """
+
+    export: Annotated[Path, typer.Argument(help="A folder that `draftsmith export` wrote.")]
+    server: Annotated[str, typer.Option(help="vllm, llama.cpp, or a running server's URL.")]
+    target: OwnTarget = None
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Default: the one that the export's card names.")
+    ] = None
+    prompts: Prompts = None
+    limit: Annotated[int, typer.Option(min=1, help="Use at most this many prompts.")] = 8
+    k: Annotated[int | None, typer.Option(min=1, help="Default: the export's own.")] = None
+    drafts: Annotated[
+        str | None,
+        typer.Option(
+            help="greedy (counts compared as integers) or sampled (by z at T=1; vllm); default: "
+            "as the export's command has it."
+        ),
+    ] = None
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 48
+    output: Annotated[Path | None, typer.Option(help="File for the report (JSON).")] = None
+    seed: Seed = 0
+
+    def __call__(self) -> None:
+        """Prints a table and writes a JSON file; exit code 1 where server and replay disagree."""
+        check_file(self.output)
+        found = measure(self)
+        show(found, Console())
+        if self.output is not None:
+            disk.write(self.output, json.dumps(found, indent=1) + "\n")
+            print(f"written: {self.output}")
+        if not found["holds"]:
+            print(f"error: server and replay disagree: {_why(found)}", file=sys.stderr)
+            raise typer.Exit(1)
 
 
 def is_url(server: str) -> bool:

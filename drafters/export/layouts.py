@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from draftsmith.drafters import storage
 from draftsmith.drafters.eagle import Eagle
@@ -250,7 +250,7 @@ def plain_copy(drafter: Small, dtype: torch.dtype) -> Any:
     """The draft model on the CPU: a copy, without our attention."""
     config = copy.deepcopy(drafter.lm.hf.config)
     config._attn_implementation = "sdpa"
-    hf = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    hf = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     hf.load_state_dict(drafter.lm.hf.state_dict())
     hf.generation_config = copy.deepcopy(drafter.target.hf.generation_config)
     return hf.eval()

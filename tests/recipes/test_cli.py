@@ -23,6 +23,7 @@ import tiny
 import training
 from draftsmith.drafters import base, storage
 from draftsmith.drafters.target.target import Target
+from draftsmith.recipes import cli
 from draftsmith.recipes import evaluate as evaluate_recipe
 from front_door import FAULTS, Door, damage, never, run
 from training import World
@@ -89,25 +90,39 @@ def test_help_lists_the_commands(
     assert all(command in text for command in COMMANDS)
 
 
-def torch_after_help(*before: str) -> bool:
-    """Whether torch is imported once every --help has been shown, in a process of its own."""
+def imported_by_help(module: str, *commands: str, before: str = "") -> bool:
+    """Whether a module is imported once --help has been shown, in a process of its own."""
     code = [
-        *("import sys", *before, "from draftsmith.recipes.cli import main"),
-        f"for words in {[['--help'], *([name, '--help'] for name in COMMANDS)]}:",
+        f"import sys{before}",
+        "from draftsmith.recipes.cli import main",
+        f"for words in {[['--help'], *([name, '--help'] for name in commands)]}:",
         "    sys.argv = ['draftsmith', *words]",
         "    try: main()",
         "    except SystemExit as stop: assert not stop.code",
-        "sys.exit('torch' in sys.modules)",
+        f"sys.exit(7 * ({module!r} in sys.modules))",
     ]
-    return (
-        subprocess.run([sys.executable, "-c", "\n".join(code)], capture_output=True).returncode == 1
-    )
+    done = subprocess.run([sys.executable, "-c", "\n".join(code)], capture_output=True)
+    assert done.returncode in (0, 7), done.stderr
+    return done.returncode == 7
 
 
 def test_help_does_not_wait_for_torch() -> None:
-    """Its import takes seconds; what it is needed for is imported when a command runs."""
-    assert not torch_after_help()
-    assert torch_after_help("import torch"), "planted"
+    """The list of commands is there at once: what a command imports waits until it is named."""
+    assert not imported_by_help("torch")
+    assert imported_by_help("torch", before=", torch"), "planted"
+
+
+def test_a_commands_help_does_not_wait_for_models() -> None:
+    """It waits 2 s for torch, and not as long again for what transformers' models import."""
+    models = "transformers.modeling_utils"
+    assert not imported_by_help(models, *COMMANDS)
+    assert imported_by_help(models, before=f", {models}"), "planted"
+
+
+def test_the_list_says_what_a_commands_own_help_says() -> None:
+    assert set(cli.COMMANDS) == set(COMMANDS)
+    for name, (_, line) in cli.COMMANDS.items():
+        assert cli.load(name).help.splitlines()[0] == line
 
 
 def test_usage_errors_are_one_line(door: Door) -> None:

@@ -23,8 +23,7 @@ from draftsmith.eval.acceptance import recall
 from draftsmith.eval.acceptance.recall import diagnose, ranks
 from draftsmith.eval.acceptance.replay import moments, replay, text_ratios
 from draftsmith.recipes import compare_page
-from draftsmith.recipes.commands import Compare
-from draftsmith.recipes.compare import Entry, _learned, compare
+from draftsmith.recipes.compare import Compare, Entry, _learned, compare
 from draftsmith.train.run import main
 from training import World, save_target
 from walker import Visible, strangers

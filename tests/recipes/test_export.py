@@ -25,8 +25,7 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.recipes import card, cli
-from draftsmith.recipes.commands import Export
-from draftsmith.recipes.export import export_checkpoint
+from draftsmith.recipes.export import Export, export_checkpoint
 from exports import target_gguf
 
 REPLAY = {

@@ -22,7 +22,7 @@ from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.report import report as eval_report
 from draftsmith.recipes import compare as house
 from draftsmith.recipes import compare_page as pages
-from draftsmith.recipes.quickstart import NEXT, RECIPES, STAGES, quickstart
+from draftsmith.recipes.quickstart import NEXT, RECIPES, STAGES, run_demo
 from draftsmith.train import journal
 from draftsmith.train.learner import Learner
 from walker import NUMBER, Visible, strangers
@@ -47,7 +47,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a quickstart that was left alone."""
     folder = tmp_path_factory.mktemp("whole") / "quickstart"
-    assert quickstart(folder, quick.demo(target)) == 0
+    assert run_demo(folder, quick.demo(target)) == 0
     return folder
 
 
@@ -163,7 +163,7 @@ def test_again_decodes_only(
 
     monkeypatch.setattr(Learner, "advance", never)
     monkeypatch.setattr(Decoder, "generate", counted)
-    assert quickstart(whole, quick.demo(target)) == 0
+    assert run_demo(whole, quick.demo(target)) == 0
     assert set(sizes) == {1} and len(sizes) >= 2 * 3 * len(NAMES), "nothing was sampled in batches"
     assert counts(report(whole)) == counts(before)
     out, said = capfd.readouterr()
@@ -190,7 +190,7 @@ def test_broken_parity_is_told(
         return found
 
     monkeypatch.setattr(house, "evaluate", broken)
-    assert quickstart(whole, quick.demo(target)) == 1
+    assert run_demo(whole, quick.demo(target)) == 1
     assert "error: eagle: decoder and replay disagree" in capsys.readouterr().err
 
 

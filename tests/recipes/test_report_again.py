@@ -26,7 +26,7 @@ from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.speed import model
 from draftsmith.recipes import cli
 from draftsmith.recipes import report as recipe_report
-from draftsmith.recipes.commands import Report
+from draftsmith.recipes.report import Report
 from draftsmith.train.data.chat_template import encode
 from draftsmith.train.data.prompts import Prompt, asked
 from draftsmith.train.data.sources import read_prompts

@@ -18,8 +18,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.servers.serving import KINDS
 from draftsmith.recipes import cli
-from draftsmith.recipes.commands import Export
-from draftsmith.recipes.export import export_checkpoint
+from draftsmith.recipes.export import Export, export_checkpoint
 from fake_server import Decoding
 from training import save_target, write_prompts
 

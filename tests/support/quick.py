@@ -15,7 +15,7 @@ import torch
 
 import training
 from draftsmith.eval.speed import model
-from draftsmith.recipes.quickstart import Demo, quickstart
+from draftsmith.recipes.quickstart import Demo, run_demo
 
 STEPS = 4
 TINY = ("steps=4", "save_every=2", "heldout=4", "length=256", "lr=1e-2")
@@ -45,7 +45,7 @@ def _run(folder: str, target: str, slow: bool) -> None:
     decode_longest(pytest.MonkeyPatch())
     if slow:
         training.slowed()
-    sys.exit(quickstart(Path(folder), demo(Path(target))))
+    sys.exit(run_demo(Path(folder), demo(Path(target))))
 
 
 def fork(folder: Path, target: Path, slow: bool) -> BaseProcess:

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("datasets")
 
-from draftsmith.recipes.commands import Report
+from draftsmith.recipes.report import Report
 
 
 def settings(run: Path) -> Report:

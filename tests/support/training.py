@@ -29,7 +29,7 @@ from draftsmith.drafters import base, storage
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.recipes import card, commands, export
+from draftsmith.recipes import card, export
 from draftsmith.train import checkpoint, disk, journal, learner, processes
 from draftsmith.train.data.sources import read_prompts
 from draftsmith.train.learner import Learner
@@ -212,12 +212,12 @@ def answer_together(
         raise SystemExit(f"error: {error}") from None
 
 
-def fork_export(asked: commands.Export) -> BaseProcess:
+def fork_export(asked: export.Export) -> BaseProcess:
     """A process that exports, and sleeps when all is written but the card."""
     return _forked(_export, asked)
 
 
-def _export(asked: commands.Export) -> None:
+def _export(asked: export.Export) -> None:
     torch.set_num_threads(1)
     card.write = lambda *args: time.sleep(600)  # type: ignore[assignment]
     export.export_checkpoint(asked)

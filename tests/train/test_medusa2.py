@@ -28,7 +28,7 @@ from draftsmith.drafters import storage
 from draftsmith.drafters.batch import align
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.target import Target
-from draftsmith.recipes import commands, compare, export, report
+from draftsmith.recipes import compare, export, report
 from draftsmith.train import checkpoint, journal, loop, lora, medusa2, recipe
 from draftsmith.train.loop import Run
 from draftsmith.train.medusa2 import Medusa2
@@ -326,7 +326,7 @@ def test_the_old_target_passes_nowhere_for_the_new(world: World, run: Path) -> N
 def test_pages_say_so(world: World, run: Path, tmp_path: Path) -> None:
     """Report, comparison and card; and the report rests on text that the new target wrote."""
     said = f"Target adapted from {world.target} by LoRA: its outputs are not {world.target}'s"
-    asked = commands.Report(
+    asked = report.Report(
         run, prompts=str(world.prompts), limit=3, decode_limit=2, max_new_tokens=10, k=2
     )
     found = report.report(asked)
@@ -334,13 +334,13 @@ def test_pages_say_so(world: World, run: Path, tmp_path: Path) -> None:
     assert [row["step"] for row in found["by_checkpoint"]] == [STEPS]
     assert all(decoded["parity"]["holds"] for decoded in found["decode"].values())
     pages = [run / "report" / "report.md", run / "report" / "report.html"]
-    with_it = commands.Compare(
+    with_it = compare.Compare(
         [str(run)], prompts=str(world.prompts), limit=2, decode_limit=1, max_new_tokens=6, k=2,
         output=tmp_path / "cmp",
     )  # fmt: skip
     assert compare.compare(with_it)["drafters"]["whole"]["curve"] is None
     pages += [tmp_path / "cmp" / "compare.md", tmp_path / "cmp" / "compare.html"]
-    shown, _ = export.export_checkpoint(commands.Export(run / "best", "vllm", tmp_path / "vllm"))
+    shown, _ = export.export_checkpoint(export.Export(run / "best", "vllm", tmp_path / "vllm"))
     pages.append(shown / "README.md")
     for page in pages:
         assert said in page.read_text().replace("&#39;", "'"), page

@@ -39,8 +39,7 @@ from draftsmith.eval.speed.bench import (
     run,
 )
 from draftsmith.recipes import cli
-from draftsmith.recipes.bench import run as bench_command
-from draftsmith.recipes.commands import Bench
+from draftsmith.recipes.bench import Bench
 
 CPU = torch.device("cpu")
 PROMPTS = [BenchPrompt(ids, "code" if i % 2 else "chat") for i, ids in enumerate(tiny.prompts(4))]
@@ -280,17 +279,15 @@ def test_a_bench_goes_on_with_the_same_weights_on_the_same_machine_only(
         storage.save(made, drafter)
 
     def bench_again() -> dict[str, Any]:
-        bench_command(
-            Bench(
-                target,
-                [str(drafter)],
-                k="2",
-                max_new_tokens=4,
-                prompts=prompts,
-                limit=1,
-                output=output,
-            )  # fmt: skip
-        )
+        Bench(
+            target,
+            [str(drafter)],
+            k="2",
+            max_new_tokens=4,
+            prompts=prompts,
+            limit=1,
+            output=output,
+        )()
         return json.loads((output / "bench.json").read_text())
 
     trained(0)

@@ -171,12 +171,7 @@ def _target(place: Path, spec: str) -> Target:
 
 
 def _replays(
-    run: Path,
-    weights: dict[int, str],
-    target: Target,
-    sets: dict[str, HeldOut],
-    k: int,
-    seed: int,
+    run: Path, weights: dict[int, str], target: Target, sets: dict[str, HeldOut], k: int, seed: int
 ) -> dict[int, dict[str, Any]]:
     """replay.replay_report by label, of every step; the target reads the texts once for all."""
     read: dict[str, list[Batch]] = {}

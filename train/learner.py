@@ -92,10 +92,7 @@ class Learner:
         """It, and the schedule of its rates."""
         recipe = self.recipe
         optimizer = torch.optim.AdamW(
-            self.weights,
-            lr=recipe.lr,
-            betas=(0.9, 0.95),
-            weight_decay=recipe.weight_decay,
+            self.weights, lr=recipe.lr, betas=(0.9, 0.95), weight_decay=recipe.weight_decay
         )
         warmup = int(recipe.warmup * recipe.steps)
         return optimizer, transformers.get_cosine_schedule_with_warmup(

@@ -52,10 +52,7 @@ class Shell(Ends):
 
     @classmethod
     def load(
-        cls,
-        spec: str,
-        device: str | torch.device | None = None,
-        dtype: torch.dtype | None = None,
+        cls, spec: str, device: str | torch.device | None = None, dtype: torch.dtype | None = None
     ) -> Shell:
         """Loads a hub id, a folder, a GGUF file or an alias as `Target.load` does, less the body.
 

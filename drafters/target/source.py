@@ -126,11 +126,7 @@ def _gguf(spec: str, file: Path, body: bool) -> Source:
 
 def _from_hub(spec: str, weights: bool) -> Source:
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        GatedRepoError,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
     from transformers.utils import cached_file, extract_commit_hash
 
     # One short request first: without a network cached_file retries for more than 20 seconds.

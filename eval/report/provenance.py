@@ -24,12 +24,7 @@ def provenance() -> dict[str, Any]:
     if torch.cuda.is_available():
         machine["gpu"] = torch.cuda.get_device_name()
     command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    return {
-        "command": command,
-        "commit": _commit(),
-        "versions": _versions(),
-        "machine": machine,
-    }
+    return {"command": command, "commit": _commit(), "versions": _versions(), "machine": machine}
 
 
 def _processor() -> str:

@@ -17,9 +17,7 @@ import contracts as contract
 import targets as target
 import tiny
 import tree_checks
-from draftsmith.drafters import (
-    batch,
-)
+from draftsmith.drafters import batch
 from draftsmith.drafters.base import Drafter, Policy, family
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.eval.acceptance.replay import moments, text_ratios

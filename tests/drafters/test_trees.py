@@ -53,11 +53,7 @@ def test_no_tree(make: Callable[[], Policy], words: str) -> None:
     [
         ("ngram", SHAPES[0], "tree of 7, k=3, branch 3: a ngram drafter drafts chains only"),
         ("small", UNEVEN, "static tree of 9, k=3: a small drafter drafts chains only; give k"),
-        (
-            "medusa",
-            Tree(4, budget=9),
-            "tree of 9, k=4, branch 10: deeper than this drafter's 3",
-        ),
+        ("medusa", Tree(4, budget=9), "tree of 9, k=4, branch 10: deeper than this drafter's 3"),
         ("mtp chain", Tree(4, budget=9), "deeper than this drafter's 3; lower k"),
         ("hydra", Policy(4), "chain k=4: deeper than this drafter's 3; lower k"),
         ("medusa", StaticTree(((0,), (47,))), "rank 47 of 30 draft tokens; use less"),

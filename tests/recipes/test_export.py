@@ -66,10 +66,7 @@ def run(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *words: 
 
 
 def test_export_leaves_a_folder_with_a_card(
-    root: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """Faults: figures of another checkpoint, a default k instead of the run's, no command."""
     monkeypatch.chdir(tmp_path)

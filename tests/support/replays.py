@@ -43,11 +43,7 @@ def drafter(name: str, family_name: str = "Llama") -> Drafter:
 
 
 VOCAB = 12  # few tokens: random drafters are right at times
-SAMPLERS = {
-    "plain": Sampler(1.0),
-    "cut": Sampler(0.7, top_k=8, top_p=0.97),
-    "greedy": Sampler(0.0),
-}
+SAMPLERS = {"plain": Sampler(1.0), "cut": Sampler(0.7, top_k=8, top_p=0.97), "greedy": Sampler(0.0)}
 
 
 @cache

@@ -124,11 +124,7 @@ def balanced(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
 
 
 def prompts_of(
-    rows: Iterable[Row],
-    source: str,
-    domain: str,
-    reading: Reading = PLAIN,
-    say: Say | None = None,
+    rows: Iterable[Row], source: str, domain: str, reading: Reading = PLAIN, say: Say | None = None
 ) -> list[Prompt]:
     """Prompts of rows, all by the column of the first row that has one.
 

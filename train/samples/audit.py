@@ -63,11 +63,7 @@ class Audit:
 
 
 def audit(
-    target: Shell,
-    texts: Sequence[Text],
-    states: States,
-    sampler: Sampler,
-    tolerance: float,
+    target: Shell, texts: Sequence[Text], states: States, sampler: Sampler, tolerance: float
 ) -> Audit:
     """Compares texts with the target's states of them.
 

@@ -280,13 +280,7 @@ def test_a_bench_goes_on_with_the_same_weights_on_the_same_machine_only(
 
     def bench_again() -> dict[str, Any]:
         Bench(
-            target,
-            [str(drafter)],
-            k="2",
-            max_new_tokens=4,
-            prompts=prompts,
-            limit=1,
-            output=output,
+            target, [str(drafter)], k="2", max_new_tokens=4, prompts=prompts, limit=1, output=output
         )()
         return json.loads((output / "bench.json").read_text())
 

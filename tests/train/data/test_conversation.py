@@ -316,11 +316,7 @@ def test_drawn_ids_stay_on_a_real_template() -> None:
     talk.take([*odd, end], "stop")
     assert talk.ask(100) and talk.rewritten == 0
     assert talk.ids[: len(start) + len(odd) + 1] == [*start, *odd, end]
-    messages = [
-        *prompt.messages,
-        {"role": "assistant", "content": "Hello you"},
-        *user("And then?"),
-    ]
+    messages = [*prompt.messages, {"role": "assistant", "content": "Hello you"}, *user("And then?")]
     whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert tokenizer.decode(talk.ids) == whole
     # Trimmed by some templates, written as it stands by this one; cut answers are not built upon.

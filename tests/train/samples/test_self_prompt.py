@@ -29,11 +29,7 @@ MARKS = "{% for m in messages %}b {{ m.content }} w30 w31 {% endfor %}"
 
 @pytest.mark.parametrize(
     ("template", "system", "ids", "stop"),
-    [
-        (ENDS, None, [3], ()),
-        (ENDS, "q", [3, 18, 1, 3], ()),
-        (MARKS, None, [3], ("w30 w31",)),
-    ],
+    [(ENDS, None, [3], ()), (ENDS, "q", [3, 18, 1, 3], ()), (MARKS, None, [3], ("w30 w31",))],
 )
 def test_user_turn(
     template: str, system: str | None, ids: list[int], stop: tuple[str, ...]

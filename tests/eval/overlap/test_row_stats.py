@@ -1,7 +1,7 @@
 """Row statistics against plain float64 autograd, and how an unroll is cut into chunks.
 
 A wrong gradient still trains, only worse; a chunk that forgets a row biases every number. Both
-are silent, hence the checks against code that shares nothing with stats.py.
+are silent, hence the checks against code that shares nothing with row_stats.py.
 """
 
 from __future__ import annotations

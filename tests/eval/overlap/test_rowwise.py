@@ -1,6 +1,6 @@
 """The passes over the vocabulary in blocks and compiled, against the same functions as written.
 
-What they compute is checked in test_stats.py; here, that neither way of running them changes it.
+What they compute is checked in test_row_stats.py; here, that no way of running them changes it.
 
 .venv/bin/pytest tests/eval/overlap/test_rowwise.py --slow
 """
@@ -57,7 +57,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 @pytest.fixture
 def afresh(monkeypatch: pytest.MonkeyPatch) -> dict[str, RowWise]:
-    """The functions of laws.py as if nothing had run, by name."""
+    """The functions of divergences.py as if nothing had run, by name."""
     made = {name: RowWise(getattr(divergences, name).function) for name in FUNCTIONS}
     for name, function in made.items():
         monkeypatch.setattr(divergences, name, function)

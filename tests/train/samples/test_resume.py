@@ -2,7 +2,7 @@
 
     .venv/bin/pytest tests/train/samples/test_resume.py
 
-Run as a script, `test_samples_resume.py FOLDER`, it is the driver of the kill test: one process
+Run as a script, `test_resume.py FOLDER`, it is the driver of the kill test: one process
 that imports everything once and forks the runs that are killed.
 """
 

@@ -1,8 +1,5 @@
 """What a plan promises, against models that are really built, runs that really train, and FLOPs
-that torch counts.
-
-    .venv/bin/pytest tests/train/plan/test_plan.py
-"""
+that torch counts."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.loop import Decoder
-from draftsmith.recipes import card, cli
+from draftsmith.recipes import cli, export
 from draftsmith.recipes.export import Export, export_checkpoint
 from exports import target_gguf
 
@@ -263,10 +263,10 @@ def test_generate_accepts_what_our_decoder_accepts(root: Path, tmp_path: Path) -
 
 def test_card_of_an_unmeasured_drafter() -> None:
     """Fault: a figure made up where there is none."""
-    assert card._measured(Path("nowhere"), "checkpoint-x") == {}
-    assert "not measured" in card._figures({}, 1.0)
+    assert export._measured(Path("nowhere"), "checkpoint-x") == {}
+    assert "not measured" in export._figures({}, 1.0)
     reported = {"speedup": {"T=0": {"best_k": 2, "predicted_speedup": 1.5}}}  # its log is gone
-    page = card._figures(reported, 1.0)
+    page = export._figures(reported, 1.0)
     assert "| tokens trained | not known |" in page and "1.50x at k = 2" in page
 
 
@@ -284,8 +284,8 @@ def test_a_checkpoint_that_is_cut_short(root: Path, tmp_path: Path) -> None:
 def test_a_card_shows_one_tau_where_both_are_one() -> None:
     """At T=0; and says where a run from before did not measure the second."""
     about = {"sampler": {"temperature": 0.0}, "measured": REPLAY, "server": {}, "serving": {}}
-    assert card._drafts(about) == ""
+    assert export._drafts(about) == ""
     measured = REPLAY | {"tokens_trained": 900}
-    assert card._figures(measured, 0.0).count("tau") == 1
+    assert export._figures(measured, 0.0).count("tau") == 1
     del measured["tau_greedy_by_k"]
-    assert "(q's argmax) | not measured |" in card._figures(measured, 1.0)
+    assert "(q's argmax) | not measured |" in export._figures(measured, 1.0)

@@ -29,7 +29,7 @@ from draftsmith.drafters import base, storage
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
-from draftsmith.recipes import card, export
+from draftsmith.recipes import export
 from draftsmith.train import checkpoint, disk, journal, learner, processes
 from draftsmith.train.data.sources import read_prompts
 from draftsmith.train.learner import Learner
@@ -219,7 +219,7 @@ def fork_export(asked: export.Export) -> BaseProcess:
 
 def _export(asked: export.Export) -> None:
     torch.set_num_threads(1)
-    card.write = lambda *args: time.sleep(600)  # type: ignore[assignment]
+    export.write_card = lambda *args: time.sleep(600)  # type: ignore[assignment]
     export.export_checkpoint(asked)
 
 

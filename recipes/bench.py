@@ -1,4 +1,4 @@
-"""`draftsmith bench`: loads what is asked for, refuses what cannot run, times it, prints it."""
+"""draftsmith bench: drafters timed over k, trees, batch sizes and temperatures."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Bench:
         longest = max(len(prompt.ids) for prompt in prompts)
         check_room(longest, self.max_new_tokens, target)
         check_memory(target, cells, longest + self.max_new_tokens)
-        here = device_of(target) | provenance()
+        origin = device_of(target) | provenance()
         hashed = hashlib.sha256(json.dumps([prompt.ids for prompt in prompts]).encode())
         settings = {
             "target": target.source.spec,
@@ -96,9 +96,9 @@ class Bench:
             "warm_up": WARM_UP,
             "seed": self.seed,
             "drafters": {name: _weights(name) for name in self.drafters or []},
-            **{key: here[key] for key in ("device", "dtype", "machine", "versions")},
+            **{key: origin[key] for key in ("device", "dtype", "machine", "versions")},
         }
-        store = Store(self.output, settings, here)
+        store = Store(self.output, settings, origin)
         line = CountLine("bench", len(cells))
         measure(
             target, drafters, cells, prompts, self.max_new_tokens, store,

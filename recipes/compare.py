@@ -94,14 +94,14 @@ def compare(
     for name in names:
         if names.count(name) > 1:
             raise UserError(f"{name}: given twice; give each drafter once, in folders of own names")
-    about = {e.name: storage.read_config(e.place) for e in entries if e.place}
-    spec = settings.target or next((a["target"]["spec"] for a in about.values()), "smollm2")
+    configs = {e.name: storage.read_config(e.place) for e in entries if e.place}
+    spec = settings.target or next((c["target"]["spec"] for c in configs.values()), "smollm2")
     prompts, output = take_prompts(settings.prompts, settings.limit), settings.output
     make_folder(output)
     target = target or Target.load(spec, dtype=torch.float32)  # parity is defined in fp32
     for entry in entries:
         if entry.place:
-            storage.check_target(entry.place, about[entry.name]["target"], target)
+            storage.check_target(entry.place, configs[entry.name]["target"], target)
     sets = {
         label(sampler): answered(
             output / "heldout", target, prompts, sampler, settings.max_new_tokens, settings.seed
@@ -142,12 +142,12 @@ def compare(
     return out
 
 
-def _baselines(found: Mapping[str, Any], at: str) -> dict[str, Any]:
+def _baselines(found: Mapping[str, Any], sampler: str) -> dict[str, Any]:
     """The loop without drafting, timed beside each drafter: whether it was one and the same.
 
     JSON of a Steadiness whose turns are drafters; of one drafter alone there is nothing to compare.
     """
-    speeds = [d["at"][at]["decode"]["baseline_tokens_per_s"] for d in found.values()]
+    speeds = [d["at"][sampler]["decode"]["baseline_tokens_per_s"] for d in found.values()]
     known = [(1 / tokens, 1.0) for tokens in speeds if tokens]
     return Steadiness(len(known), spread(known) if len(known) > 1 else 0.0).report()
 
@@ -174,24 +174,24 @@ def _measured(
     drafter = storage.load(entry.place, target) if entry.place else ngram(target)
     k = min(settings.k, drafter.longest or settings.k)
     learned = _learned(entry)
-    at = {}
+    by_sampler = {}
     for name, held in sets.items():
         line = CountLine(
             f"{entry.name} at {name}: prompts decoded",
             2 * min(settings.decode_limit, len(held.texts)),
         )
-        at[name] = _at(drafter, target, held, k, settings, learned, line)
+        by_sampler[name] = _at_sampler(drafter, target, held, k, settings, learned, line)
     return {
         "family": drafter.family,
         "parameters": count_parameters(drafter),
         "tokens_learned": learned,
         "k": k,
         "curve": _curve(entry),
-        "at": at,
+        "at": by_sampler,
     }
 
 
-def _at(
+def _at_sampler(
     drafter: Drafter,
     target: Target,
     held: HeldOut,
@@ -210,7 +210,7 @@ def _at(
     costs = model.measure(target, drafter, range(1, k + 1), middle, held.sampler)
     drafting = drafting_of(accepted, count_parameters(drafter), learned)
     best = model.best_k(costs, drafting.tau_by_k)
-    # Few texts may lie far from the mean of all: a prediction is held against its own.
+    # Few texts may lie far from the mean of all: a prediction is compared with its own.
     tau = expected_tau([part for part in by_k[best].parts if part.prompt < len(prompts)])
     decoded = evaluate(
         target, drafter, prompts, held.sampler, Policy(best), settings.max_new_tokens,
@@ -253,8 +253,8 @@ def _learned(entry: Entry) -> int | None:
 def _curve(entry: Entry) -> dict[str, Any] | None:
     """tau = a + b log2(tokens) through a run's own replays; None for fewer than three.
 
-    Its slope, the gain per doubling of data, tells what more data would bring: tokens for a tau 10%
-    higher. An extrapolation: it holds for the next doubling or two, with the same recipe.
+    Its slope is the gain per doubling of data, and so gives the tokens for a tau 10% higher. An
+    extrapolation: it holds for the next doubling or two, with the same recipe.
     """
     if entry.run is None:
         return None

@@ -27,60 +27,65 @@ DIAGNOSIS = ("recall@1", "@4", "@16", "oracle tau@1", "@4", "@16", "draft share"
 COLOURS = 8  # series that the page can tell apart
 
 
-def ordered(report: Report, at: str) -> list[tuple[str, Report]]:
-    """Drafters by tau at a sampler, the highest first."""
-    return sorted(
-        report["drafters"].items(), key=lambda item: -(item[1]["at"][at]["replay"]["tau"] or 0.0)
-    )
-
-
 def samplers(report: Report) -> list[str]:
+    """The samplers' labels."""
     return list(next(iter(report["drafters"].values()))["at"])
 
 
-def clock(report: Report, name: str, at: str) -> Report:
+def cell(report: Report, name: str, sampler: str) -> Report:
+    """A drafter's figures at a sampler."""
+    return report["drafters"][name]["at"][sampler]
+
+
+def ordered(report: Report, sampler: str) -> list[str]:
+    """Drafters by tau at a sampler, the highest first."""
+    return sorted(
+        report["drafters"], key=lambda name: -(cell(report, name, sampler)["replay"]["tau"] or 0.0)
+    )
+
+
+def clock(report: Report, name: str, sampler: str) -> Report:
     """Whether a drafter's speed is a measurement: its own clock's JSON, or where that was steady
     the one of the baselines of all drafters."""
-    own = report["drafters"][name]["at"][at]["clock"]
-    return own if own["busy"] else own | {k: report["baselines"][at][k] for k in ("busy", "note")}
+    own = cell(report, name, sampler)["clock"]
+    every = report["baselines"][sampler]
+    return own if own["busy"] else own | {key: every[key] for key in ("busy", "note")}
 
 
-def verdict(report: Report, name: str, at: str) -> str:
+def verdict(report: Report, name: str, sampler: str) -> str:
     """Whether drafting pays, as far as the clock lets that be said."""
-    return clock(report, name, at)["note"] or report["drafters"][name]["at"][at]["verdict"]
+    return clock(report, name, sampler)["note"] or cell(report, name, sampler)["verdict"]
 
 
-def figures(report: Report, name: str, at: str) -> list[str]:
+def figures(report: Report, name: str, sampler: str) -> list[str]:
     """A drafter's row under COLUMNS."""
-    found, told = report["drafters"][name], clock(report, name, at)
-    here = found["at"][at]
-    replay, k = here["replay"], here["best_k"]
-    learned = found["tokens_learned"]
+    drafter, found = report["drafters"][name], cell(report, name, sampler)
+    replay, k, steady = found["replay"], found["best_k"], clock(report, name, sampler)
+    learned = drafter["tokens_learned"]
     return [
-        f"{found['parameters']:,}",
+        f"{drafter['parameters']:,}",
         "-" if learned is None else f"{learned:,}",
         fixed(replay["tau"]),
         pages.interval(replay["tau_ci"]),
         " ".join(fixed(a, 2) for a in replay["alpha"]),
         str(k),
-        fixed(here["costs_ms"]["draft"][str(k)], 1),
-        clocks.result(fixed(here["break_even_tau"], 2), told),
-        pages.times(here["predicted_speedup"], told),
-        pages.times(here["decode"]["speedup"], told),
-        "holds" if here["parity"]["holds"] else "BROKEN",
+        fixed(found["costs_ms"]["draft"][str(k)], 1),
+        clocks.result(fixed(found["break_even_tau"], 2), steady),
+        pages.times(found["predicted_speedup"], steady),
+        pages.times(found["decode"]["speedup"], steady),
+        "holds" if found["parity"]["holds"] else "BROKEN",
     ]
 
 
-def diagnosis(report: Report, name: str, at: str) -> list[str]:
+def diagnosis(report: Report, name: str, sampler: str) -> list[str]:
     """A drafter's row under DIAGNOSIS; recall is that of depth 0."""
-    found = report["drafters"][name]
-    here, curve = found["at"][at], found["curve"]
-    recall, oracle = here["diagnosis"]["recall"], here["diagnosis"]["oracle_tau"]
+    found, curve = cell(report, name, sampler), report["drafters"][name]["curve"]
+    recall, oracle = found["diagnosis"]["recall"], found["diagnosis"]["oracle_tau"]
     wanted = curve and curve["tokens_for_10_percent"]
     return [
-        *(fixed(of[0], 2) for of in recall.values()),
+        *(fixed(depths[0], 2) for depths in recall.values()),
         *(fixed(tau, 2) for tau in oracle.values()),
-        f"{100 * here['draft_share']:.0f}%",
+        f"{100 * found['draft_share']:.0f}%",
         f"{curve['per_doubling']:+.3f}" if curve else "-",
         f"{wanted:,}" if wanted else "-",
     ]
@@ -90,9 +95,9 @@ def show(report: Report) -> None:
     """Tables and verdicts on the terminal."""
     for table in tables(report):
         Console().print(table)
-    for at in samplers(report):
-        for name, _ in ordered(report, at):
-            print(f"{name} at {at}: {verdict(report, name, at)}")
+    for sampler in samplers(report):
+        for name in ordered(report, sampler):
+            print(f"{name} at {sampler}: {verdict(report, name, sampler)}")
 
 
 def broken(report: Report) -> list[str]:
@@ -100,20 +105,21 @@ def broken(report: Report) -> list[str]:
     return [
         name
         for name, found in report["drafters"].items()
-        if not all(here["parity"]["holds"] for here in found["at"].values())
+        if not all(one["parity"]["holds"] for one in found["at"].values())
     ]
 
 
 def tables(report: Report) -> list[Table]:
     """For the terminal: figures and diagnosis at each sampler."""
     out = []
-    for at in samplers(report):
-        title = f"Drafters for {report['target']['spec']}, {at}, k = {report['k']}"
-        columns = [COLUMNS[i] for i in NARROW]
-        rows = [(name, figures(report, name, at)) for name, _ in ordered(report, at)]
-        out.append(_table(title, columns, [(n, [row[i] for i in NARROW]) for n, row in rows]))
-        rows = [(name, diagnosis(report, name, at)) for name, _ in ordered(report, at)]
-        out.append(_table(f"Candidates or choice? {at}", DIAGNOSIS, rows))
+    for sampler in samplers(report):
+        title = f"Drafters for {report['target']['spec']}, {sampler}, k = {report['k']}"
+        names = ordered(report, sampler)
+        rows = [(name, figures(report, name, sampler)) for name in names]
+        narrow = [(name, [row[i] for i in NARROW]) for name, row in rows]
+        out.append(_table(title, [COLUMNS[i] for i in NARROW], narrow))
+        rows = [(name, diagnosis(report, name, sampler)) for name in names]
+        out.append(_table(f"Candidates or choice? {sampler}", DIAGNOSIS, rows))
     return out
 
 
@@ -136,21 +142,18 @@ def write(report: Report, folder: Path) -> None:
 
 
 def markdown(report: Report) -> str:
-    lines = [f"# Drafters for {report['target']['spec']}", ""]
-    for note in (*report["notes"], about(report)):
-        lines += [note, ""]
-    if said := pages.adapted(report["target"]):
-        lines += [said, ""]
-    for at in samplers(report):
+    lines: list[str] = []
+    title = f"# Drafters for {report['target']['spec']}"
+    for text in (title, *report["notes"], method(report), pages.adapted(report["target"])):
+        lines += [text, ""] if text else []
+    for sampler in samplers(report):
+        names = ordered(report, sampler)
         for title, columns, row in (("", COLUMNS, figures), (DIAGNOSED, DIAGNOSIS, diagnosis)):
-            lines += [title, ""] if title else [f"## {at}", ""]
+            lines += [title, ""] if title else [f"## {sampler}", ""]
             lines += ["| " + " | ".join(["drafter", *columns]) + " |"]
             lines += ["| --- |" + " ---: |" * len(columns)]
-            for name, _ in ordered(report, at):
-                lines.append("| " + " | ".join([name, *row(report, name, at)]) + " |")
-            lines.append("")
-        lines += [f"- {name}: {verdict(report, name, at)}" for name, _ in ordered(report, at)]
-        lines.append("")
+            lines += ["| " + " | ".join([n, *row(report, n, sampler)]) + " |" for n in names] + [""]
+        lines += [f"- {name}: {verdict(report, name, sampler)}" for name in names] + [""]
     return "\n".join(lines)
 
 
@@ -163,7 +166,8 @@ DIAGNOSED = (
 )
 
 
-def about(report: Report) -> str:
+def method(report: Report) -> str:
+    """How the figures were made."""
     return (
         f"Replay of {report['prompts']} held-out answers of the target, at most "
         f"{report['max_new_tokens']} tokens each, k = {report['k']} (a family's longest, where "
@@ -176,41 +180,37 @@ def about(report: Report) -> str:
 
 def page(report: Report) -> str:
     """compare.html, in the look of `draftsmith report`'s page."""
-    rows = {at: ordered(report, at) for at in samplers(report)}
-    charts = {}
-    for at in rows:
-        replays = {name: found["at"][at]["replay"] for name, found in report["drafters"].items()}
-        charts[f"alpha {at}"] = plots.alpha_per_depth(replays, report["k"], COLOURS)
-    charts |= {f"round {at}": rounds(report, at) for at in rows}
+    rows: dict[str, list[Any]] = {}
+    charts: dict[str, str] = {}
+    for sampler in samplers(report):
+        rows[sampler] = [
+            (name, *(make(report, name, sampler) for make in (figures, diagnosis, verdict)))
+            for name in ordered(report, sampler)
+        ]
+        replays = {name: cell(report, name, sampler)["replay"] for name in report["drafters"]}
+        charts[f"alpha {sampler}"] = plots.alpha_per_depth(replays, report["k"], COLOURS)
+        charts[f"round {sampler}"] = rounds(report, sampler)
     shown = report | {
-        "rows": {
-            at: [
-                (name, *(make(report, name, at) for make in (figures, diagnosis, verdict)))
-                for name, _ in items
-            ]
-            for at, items in rows.items()
-        },
+        "rows": rows,
         "columns": COLUMNS,
         "diagnosis": DIAGNOSIS,
         "diagnosed": DIAGNOSED,
-        "about": about(report),
+        "method": method(report),
         "names": list(report["drafters"]),
         "colours": COLOURS,
     }
     return pages.render("compare.html.j2", shown, charts)
 
 
-def rounds(report: Report, at: str) -> str:
-    """A round's time at each drafter's best k."""
+def rounds(report: Report, sampler: str) -> str:
+    """A round's time at each drafter's best k, as an SVG."""
+    names = ordered(report, sampler)
     rows: list[tuple[str, dict[str, float], float]] = []
-    for name, found in ordered(report, at):
-        here = found["at"][at]
-        costs, k = here["costs_ms"], here["best_k"]
+    for name in names:
+        costs, k = (cell(report, name, sampler)[key] for key in ("costs_ms", "best_k"))
         parts = {"draft": costs["draft"][str(k)], "verify": costs["verify"][str(k + 1)]}
-        parts |= {"host": costs["host"]}
-        rows.append((name, parts, costs["round"][str(k)]))
-    first, found = ordered(report, at)[0]
-    step = found["at"][at]["costs_ms"]["step"]
+        rows.append((name, parts | {"host": costs["host"]}, costs["round"][str(k)]))
+    step = cell(report, names[0], sampler)["costs_ms"]["step"]
     rows.append(("no drafts", {"step": step}, step))
-    told = [clock(report, name, at) for name in [*(name for name, *_ in rows[:-1]), first]]
-    return plots.stacks(f"a round's time, {at}", rows, told)
+    steady = [clock(report, name, sampler) for name in [*names, names[0]]]
+    return plots.stacks(f"a round's time, {sampler}", rows, steady)

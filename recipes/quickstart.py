@@ -91,7 +91,7 @@ def quickstart(
 def run_demo(folder: Path, demo: Demo | None = None) -> int:
     """Runs what is not made yet of the demo, decodes, prints the tables; the process's exit code.
 
-    1: a drafter broke parity; that of `train` when training was told to stop. Raises UserError.
+    1: a drafter broke parity; that of `train` when training was stopped. Raises UserError.
     """
     demo = demo or Demo()
     _say(f"A demo in {folder}: at most 15 minutes on 2 CPU cores; interrupted, it goes on.")
@@ -112,7 +112,7 @@ def run_demo(folder: Path, demo: Demo | None = None) -> int:
             if code := run(_recipe(folder, name, demo), target):
                 return code
     with _stage(4):
-        about = (
+        scale = (
             f"This is a demo: {len(samples)} answers, {tokens:,} tokens at temperature "
             f"{demo.temperature:g}. {REAL_RUN}"
         )
@@ -125,11 +125,11 @@ def run_demo(folder: Path, demo: Demo | None = None) -> int:
             k=demo.k,
             output=folder,
         )
-        found = compare(settings, target, [Sampler(demo.temperature)], (about, *NEXT))
-        for name in found["drafters"]:  # they count as said from now on
+        found = compare(settings, target, [Sampler(demo.temperature)], (scale, *NEXT))
+        for name in found["drafters"]:  # the comparison holds them now
             (folder / f"{name}.json").unlink(missing_ok=True)
     compare_page.show(found)
-    print(about)
+    print(scale)
     print(f"written: {folder / 'compare.html'}, compare.md, compare.json")
     broken = compare_page.broken(found)
     for name in broken:
@@ -139,7 +139,7 @@ def run_demo(folder: Path, demo: Demo | None = None) -> int:
 
 def _recipe(folder: Path, name: str, demo: Demo) -> recipe.Recipe:
     changes = {"small": demo.small, "eagle": demo.eagle}[name]
-    here = (
+    shared = (
         f"name={name}",
         f"runs={folder}",
         f"samples={folder / 'samples'}",
@@ -148,7 +148,7 @@ def _recipe(folder: Path, name: str, demo: Demo) -> recipe.Recipe:
         f"max_new_tokens={demo.max_new_tokens}",
         f"k={demo.k}",
     )
-    return recipe.load(RECIPES[name], (*here, *changes))
+    return recipe.load(RECIPES[name], (*shared, *changes))
 
 
 @contextmanager

@@ -73,20 +73,19 @@ def report(settings: Report) -> dict[str, Any]:
     """Makes RUN/report and returns report.json's content.
 
     Decoding takes many times what replay does on the same prompts, hence fewer of them. Raises
-    UserError: no run there, one that is still being trained, or its target is
-    gone.
+    UserError: no run there, one that is still being trained, or its target is gone.
     """
     run = settings.run
     recipe, steps = read_run(run)
     samplers = {pages.label(s): s for s in (Sampler(0.0), Sampler(1.0), recipe.sampler)}
     prompts = take_prompts(settings.prompts, settings.limit)
-    about = {step: storage.read_config(run / f"checkpoint-{step}") for step in steps}
+    configs = {step: storage.read_config(run / f"checkpoint-{step}") for step in steps}
     weights = {step: digest(run / f"checkpoint-{step}" / "model.safetensors") for step in steps}
     (run / FOLDER).mkdir(exist_ok=True)
 
     target = _target(run / f"checkpoint-{steps[-1]}", settings.target or recipe.target)
     for step in steps:
-        storage.check_target(run / f"checkpoint-{step}", about[step]["target"], target)
+        storage.check_target(run / f"checkpoint-{step}", configs[step]["target"], target)
     latest = storage.load(run / f"checkpoint-{steps[-1]}", target)
     k = settings.k or min(recipe.k, latest.longest or recipe.k)
     latest.check(Policy(k))

@@ -112,7 +112,7 @@ def _why(found: dict[str, Any]) -> str:
 def measure(settings: ServeCheck) -> dict[str, Any]:
     """Asks the server, with its drafter and without, and replays what it wrote; the report.
 
-    Raises UserError before a model is loaded where that can be told.
+    Raises UserError, before a model is loaded where that is known by then.
     """
     subject, url = _subject(settings), is_url(settings.server)
     prompts, draft = subject.prompts, subject.draft
@@ -180,10 +180,10 @@ class _Subject:
 def _subject(settings: ServeCheck) -> _Subject:
     card = read_card(settings.export)
     checkpoint = settings.checkpoint or Path(card["drafter"]["checkpoint"])
-    about = storage.read_config(checkpoint)
+    config = storage.read_config(checkpoint)
     k = settings.k or int(card["serving"]["k"])
     url = is_url(settings.server)
-    draft = Draft(settings.export, about["family"], k, _drafts(settings, card))
+    draft = Draft(settings.export, config["family"], k, _drafts(settings, card))
     if not url:
         servers.check(settings.server, draft.family, k)
         made_for = card["server"]["name"].lower()  # once cards said vLLM
@@ -193,7 +193,7 @@ def _subject(settings: ServeCheck) -> _Subject:
                 f"{settings.server} to check it with that"
             )
     suite = take_prompts(settings.prompts, settings.limit)
-    spec = settings.target or about["target"].get("spec")
+    spec = settings.target or config["target"].get("spec")
     if spec is None:
         raise UserError(f"{checkpoint}: names no target that it was made for; give --target")
     target = Target.load(spec, dtype=torch.float32)  # parity is defined in fp32
@@ -301,6 +301,6 @@ def _rows(entry: dict[str, Any]) -> list[tuple[str, ...]]:
         accepted = counted["accepted"][j] if j < len(counted["accepted"]) else 0
         past = "" if drawn else str(entry["cut_accepted"][j])
         rows.append((f"accepted at {j}", str(accepted), number(mean), past, z(j + 1), ""))
-    if drawn:  # at which depths, the counts do not tell
+    if drawn:  # the counts do not say at which depths
         rows.append(("accepted past the end", "", "", str(entry["past_end"]), "", ""))
     return rows

@@ -142,7 +142,7 @@ def test_nothing_was_drafted(whole: Path) -> None:
     here["replay"] |= {"tau": None, "tau_ci": None, "alpha": [None, None]}
     here["decode"] |= {"tau": None, "speedup": None, "tokens_per_s": None}
     here |= {"predicted_speedup": None}
-    assert pages.ordered(found, AT)[-1][0] == "ngram" and "–" in pages.page(found)
+    assert pages.ordered(found, AT)[-1] == "ngram" and "–" in pages.page(found)
 
 
 def test_again_decodes_only(

@@ -1,14 +1,23 @@
-"""draftsmith sample: prompts answered by the target here or by a server, or answers imported."""
+"""draftsmith sample: prompts answered by the target here or by a server, answers imported, samples
+shown."""
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import transformers
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.sampling import Sampler
+from draftsmith.drafters.target.source import resolve
+from draftsmith.drafters.target.target import Target
 from draftsmith.recipes.options import (
     AnyTarget,
     Seed,
@@ -18,8 +27,21 @@ from draftsmith.recipes.options import (
     TopP,
     key_values,
 )
+from draftsmith.train.data.chat_template import encode_fitting
+from draftsmith.train.data.endpoint import Endpoint, identify
+from draftsmith.train.data.masks import given_rows
+from draftsmith.train.data.prompts import Prompt, product_prompts
+from draftsmith.train.data.sources import Reading, read_source, with_template
+from draftsmith.train.processes import check_device_map, launched
+from draftsmith.train.samples import store
+from draftsmith.train.samples.generate import generate
+from draftsmith.train.samples.importing import import_answers, import_given
+from draftsmith.train.samples.samples import Sample, Samples
 
 commands = typer.Typer()
+
+CONVERSATIONS = 4  # printed, spread over the whole
+LEARNED, READ, END = "bold green", "dim", "bold magenta"
 
 
 @commands.command(
@@ -40,7 +62,7 @@ def sample(
         typer.Option(help="A file, a folder, a data set on the hub, or a mix (YAML) of them."),
     ] = None,
     column: Annotated[
-        str | None, typer.Option(help="The column that asks; default: found, and told.")
+        str | None, typer.Option(help="The column that asks; default: found, and printed.")
     ] = None,
     template: Template = None,
     continue_: Annotated[
@@ -74,17 +96,6 @@ def sample(
     seed: Seed = 0,
 ) -> None:
     """Lets the target answer prompts, turn by turn; or imports answers; or shows samples."""
-    from draftsmith.drafters.sampling import Sampler
-    from draftsmith.drafters.target.target import Target
-    from draftsmith.recipes import show as shown
-    from draftsmith.train.data.endpoint import Endpoint, identify
-    from draftsmith.train.data.prompts import product_prompts
-    from draftsmith.train.data.sources import Reading, read_source, with_template
-    from draftsmith.train.processes import check_device_map, launched
-    from draftsmith.train.samples import store
-    from draftsmith.train.samples.generate import generate
-    from draftsmith.train.samples.importing import import_answers, import_given
-
     sampler = Sampler(temperature, top_k, top_p)
     options = {
         "--prompts": prompts, "--column": column, "--template": template, "--continue": continue_,
@@ -99,16 +110,13 @@ def sample(
     if answers and not answers.is_file():
         raise UserError(f"{answers}: no such file; --import takes a JSONL file")
     reading = Reading(
-        column=column,
-        given=given,
-        prefix=continue_,
-        use="train",
+        column=column, given=given, prefix=continue_, use="train",
         template=key_values(template or []),
-    )
+    )  # fmt: skip
     if show:
-        shown.show(folder, target, reading, max_new_tokens)
+        print_samples(folder, target, reading, max_new_tokens)
         return
-    lines: list[str] = []  # told once nothing more can be refused, so that a refusal is one line
+    lines: list[str] = []  # printed once nothing more can be refused: a refusal is one line
     chosen = []
     if prompts:
         chosen = read_source(prompts, reading, lines.append)
@@ -125,7 +133,7 @@ def sample(
         check_device_map(device_map)
         if processes.main:
             with store.claimed(folder):
-                pass  # one that cannot be written, or holds other files, is told before any loading
+                pass  # refuses, before any loading, one that cannot be written or holds other files
         device = processes.device if processes.count > 1 else None
         loaded = Target.load(target, device, device_map=device_map)
         if answers:
@@ -179,3 +187,93 @@ def _check_shown(asked: set[str], stored: bool) -> None:
         raise UserError(f"--show: takes the folder or file itself; leave {option} out")
     if not stored:
         _check(asked | {"--prompts"})
+
+
+# ---------------------------------------------------------------- --show
+
+
+def print_samples(path: Path, target: str, reading: Reading, max_new_tokens: int) -> None:
+    """Prints a samples folder, or what a file of prompts would become: each prompt as it is asked,
+    or with reading.given what would be learned from its answers. Raises UserError."""
+    console = Console()
+    samples: Samples | list[Sample]
+    if (path / store.MANIFEST).is_file():
+        samples, spec = _stored(path)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(resolve(spec, weights=False).path)
+    else:
+        prompts = read_source(str(path), reading, console.print)
+        loaded = Target.load(target)
+        samples = _unanswered(prompts, loaded, max_new_tokens, reading.given)
+        tokenizer = loaded.tokenizer
+    step = max(1, len(samples) // CONVERSATIONS)
+    for i in range(0, min(len(samples), step * CONVERSATIONS), step):
+        console.rule(f"{i}: {samples[i].domain}, {samples[i].finish or 'asked'}", align="left")
+        console.print(coloured(samples[i], tokenizer))
+    console.print(counts(samples))
+
+
+def _stored(folder: Path) -> tuple[Samples, str]:
+    """A finished samples folder, without its target, and the target's name."""
+    manifest = store.read_manifest(folder)
+    if manifest["state"] != "complete":
+        raise UserError(f"samples {folder}: are still being written; run it again to finish it")
+    rows = store.load(folder / store.ROWS)
+    return Samples(folder, manifest, rows), manifest["target"]["spec"]
+
+
+def _unanswered(
+    prompts: list[Prompt], target: Target, max_new_tokens: int, given: bool
+) -> list[Sample]:
+    """A file's conversations, as samples that nobody has answered yet; given: as they stand."""
+    if given:
+        rows = given_rows(prompts, target, Console().print)
+        return [Sample(*(row[name] for name in store.COLUMNS)) for row in rows]
+    encoded = encode_fitting(prompts, target, max_new_tokens)
+    return [
+        Sample(ids, [False] * len(ids), "", p.domain, p.key)
+        for p, ids in zip(prompts, encoded, strict=True)
+        if ids
+    ]
+
+
+def coloured(sample: Sample, tokenizer: Any) -> Text:
+    """A conversation: what is learned from in green, its end token marked, the rest dim."""
+    out = Text()
+    last = 0
+    for start, end in sample.spans:
+        out.append(_decoded(tokenizer, sample.ids[last:start]), READ)
+        out.append(_decoded(tokenizer, sample.ids[start : end - 1]), LEARNED)
+        token = _decoded(tokenizer, sample.ids[end - 1 : end])
+        special = sample.ids[end - 1] in tokenizer.all_special_ids
+        out.append(token, END if special else LEARNED)
+        last = end
+    out.append(_decoded(tokenizer, sample.ids[last:]), READ)
+    return out
+
+
+def _decoded(tokenizer: Any, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+def counts(samples: Samples | list[Sample]) -> Table:
+    """Per domain: conversations, turns learned from, tokens read and learned, how they end."""
+    rows: dict[str, Counter[str]] = {}
+    ends: Counter[str] = Counter()
+    for i in range(len(samples)):
+        sample = samples[i]
+        for name in (sample.domain, "all"):
+            rows.setdefault(name, Counter()).update(
+                conversations=1,
+                turns=len(sample.spans),
+                tokens=len(sample.ids),
+                learned=sum(sample.made),
+            )
+        ends[sample.finish] += 1
+    out = Table(title="green is learned from", title_justify="left")
+    out.caption = ", ".join(f"{count} end by {why or 'a question'}" for why, count in ends.items())
+    for column in ("domain", "conversations", "turns", "tokens", "learned from"):
+        out.add_column(column, justify="left" if column == "domain" else "right")
+    rows["all"] = rows.pop("all", Counter())
+    for name, row in rows.items():
+        out.add_row(name, *(f"{row[c]:,}" for c in ("conversations", "turns", "tokens", "learned")))
+    return out

@@ -20,7 +20,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.source import resolve
 from draftsmith.drafters.target.target import Target
-from draftsmith.recipes import show
+from draftsmith.recipes import sample as command
 from draftsmith.train.data import masks
 from draftsmith.train.data.masks import masked
 from draftsmith.train.data.prompts import Prompt, Unusable
@@ -178,15 +178,15 @@ def test_show_colours_what_is_learned() -> None:
     of = target(PLAIN)
     ((ids, made),) = masked(TALK, of)
     sample = Sample(ids, made, "stop", "d", "k")
-    text = show.coloured(sample, of.tokenizer)
+    text = command.coloured(sample, of.tokenizer)
     spans = [(text.plain[s.start : s.end].strip(), s.style) for s in text.spans]
-    learned_ = [word for word, style in spans if style == show.LEARNED and word]
-    ends = [word for word, style in spans if style == show.END]
+    learned_ = [word for word, style in spans if style == command.LEARNED and word]
+    ends = [word for word, style in spans if style == command.END]
     assert learned_ == ["b c", "e"] and ends == ["<eos>", "<eos>"]
-    table = printed(show.counts([sample, sample]))
+    table = printed(command.counts([sample, sample]))
     assert "2 end by stop" in table and "10" in table  # of 2 * 12 tokens 2 * 5 are learned from
     planted = Sample(ids, [False] + made[:-1], "stop", "d", "k")  # a mask late by one
-    shifted = show.coloured(planted, of.tokenizer)
+    shifted = command.coloured(planted, of.tokenizer)
     assert [(s.start, s.end, s.style) for s in shifted.spans] != [
         (s.start, s.end, s.style) for s in text.spans
     ]

@@ -7,9 +7,20 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
+from draftsmith.drafters import storage
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.target.target import Target
+from draftsmith.eval.certify.certify import certificate
+from draftsmith.eval.certify.certify import certify as run_checks
+from draftsmith.eval.certify.fixture import Fixture, untouched, untrained
+from draftsmith.eval.report.provenance import provenance
+from draftsmith.recipes.shared import check_file
+from draftsmith.train import disk
+from draftsmith.train.data.chat_template import encode
+from draftsmith.train.data.prompts import product_prompts
 
 commands = typer.Typer()
 
@@ -30,19 +41,6 @@ def certify(
     output: Annotated[Path | None, typer.Option(help="File for the certificate (JSON).")] = None,
 ) -> None:
     """Checks that decoding with a drafter writes what the target alone would write."""
-    import torch
-
-    from draftsmith.drafters import storage
-    from draftsmith.drafters.target.target import Target
-    from draftsmith.eval.certify.certify import certificate
-    from draftsmith.eval.certify.certify import certify as run
-    from draftsmith.eval.certify.fixture import Fixture, untouched, untrained
-    from draftsmith.eval.report.provenance import provenance
-    from draftsmith.recipes.shared import check_file
-    from draftsmith.train import disk
-    from draftsmith.train.data.chat_template import encode
-    from draftsmith.train.data.prompts import product_prompts
-
     if checkpoint is not None:
         storage.read_config(checkpoint)
     check_file(output)
@@ -64,7 +62,7 @@ def certify(
     def begin(name: str) -> None:
         print(f"  ..  {name}", end="", file=sys.stderr, flush=True)
 
-    for check in run(fixture, begin):
+    for check in run_checks(fixture, begin):
         print("\r\033[K", end="", file=sys.stderr, flush=True)
         verdict = "pass" if check.passed else "FAIL"
         print(f"{verdict}  {check.name}: {check.figure} ({check.seconds:.1f} s)", flush=True)
@@ -72,8 +70,8 @@ def certify(
     failed = sum(not check.passed for check in checks)
     print(f"{len(checks) - failed} of {len(checks)} checks passed")
     if output is not None:
-        about = {"target": loaded.identity(), "drafters": list(drafters), **provenance()}
-        disk.write(output, json.dumps(certificate(checks) | about, indent=1) + "\n")
+        made = certificate(checks) | {"target": loaded.identity(), "drafters": list(drafters)}
+        disk.write(output, json.dumps(made | provenance(), indent=1) + "\n")
         print(f"written: {output}")
     if failed:
         raise typer.Exit(1)

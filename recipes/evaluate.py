@@ -5,19 +5,35 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import torch
 import typer
 
+from draftsmith.drafters import foreign
+from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.policy import Policy, Tree
+from draftsmith.drafters.sampling import Sampler
+from draftsmith.drafters.target.target import Target
+from draftsmith.eval.acceptance.static_tree import Calibrated, calibrate
+from draftsmith.eval.evaluate import evaluate as measure
+from draftsmith.eval.evaluation_table import show
 from draftsmith.recipes.options import OwnTarget, Prompts, Seed, Temperature, TopK, TopP, judge
-
-if TYPE_CHECKING:
-    from draftsmith.drafters.base import Drafter
-    from draftsmith.drafters.policy import Policy
-    from draftsmith.drafters.target.target import Target
-    from draftsmith.eval.acceptance.static_tree import Calibrated
-    from draftsmith.train.recipe import Recipe
+from draftsmith.recipes.shared import (
+    check_room,
+    make_folder,
+    ngram,
+    read_run,
+    samples_of,
+    take_prompts,
+)
+from draftsmith.train import disk
+from draftsmith.train.data.chat_template import encode
+from draftsmith.train.progress import CountLine
+from draftsmith.train.recipe import Recipe
+from draftsmith.train.samples.packing import alone, collate
+from draftsmith.train.samples.samples import Samples
 
 commands = typer.Typer()
 
@@ -55,19 +71,6 @@ def evaluate(
     seed: Seed = 0,
 ) -> None:
     """Decodes prompts with a drafter: acceptance by replay and decode, parity, speed."""
-    import torch
-
-    from draftsmith.drafters import foreign
-    from draftsmith.drafters.policy import Policy, Tree
-    from draftsmith.drafters.sampling import Sampler
-    from draftsmith.drafters.target.target import Target
-    from draftsmith.eval.evaluate import evaluate as measure
-    from draftsmith.eval.evaluation_table import show
-    from draftsmith.recipes.shared import check_room, ngram, read_run, take_prompts
-    from draftsmith.train import disk
-    from draftsmith.train.data.chat_template import encode
-    from draftsmith.train.progress import CountLine
-
     sampler = Sampler(temperature, top_k, top_p)
     if tree is None and static:
         raise UserError("--static: gives a tree its shape; say how many tokens: --tree 16")
@@ -130,8 +133,6 @@ def evaluate(
 
 def _claim(output: Path, settings: dict[str, Any]) -> None:
     """Makes the report's folder. Raises UserError if it holds another run, or is unwritable."""
-    from draftsmith.recipes.shared import make_folder
-
     path = output / "report.json"
     if path.is_file():
         try:
@@ -151,11 +152,6 @@ def _calibrated(
     run: Path, recipe: Recipe, target: Target, drafter: Drafter, policy: Policy
 ) -> Calibrated:
     """The best static tree of the policy's depth and nodes. Raises UserError as samples do."""
-    from draftsmith.eval.acceptance.static_tree import calibrate
-    from draftsmith.recipes.shared import samples_of
-    from draftsmith.train.samples.packing import alone, collate
-    from draftsmith.train.samples.samples import Samples
-
     samples = Samples.open(samples_of(run, recipe), target, audit=0)
     _, heldout = samples.split(recipe.heldout, recipe.seed)
     batches = []

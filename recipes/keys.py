@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from pydantic import BaseModel
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-if TYPE_CHECKING:
-    from pydantic import BaseModel
+from draftsmith.drafters import base
+from draftsmith.drafters.errors import UserError
+from draftsmith.train.objective.objective import LOSSES
+from draftsmith.train.recipe import LossNumbers, Recipe
 
 commands = typer.Typer()
 
@@ -38,11 +41,6 @@ def keys(
     ] = None,
 ) -> None:
     """A recipe's keys: type, default and meaning; and the losses."""
-    from draftsmith.drafters import base
-    from draftsmith.drafters.errors import UserError
-    from draftsmith.train.objective.objective import LOSSES
-    from draftsmith.train.recipe import LossNumbers, Recipe
-
     families = [name for name in base.BUILT_IN if name != "ngram"]  # it has nothing to train
     if family and family not in families:
         raise UserError(f"{family}: no family to train; known are {', '.join(families)}")

@@ -9,6 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from draftsmith.recipes.options import Overrides, RecipeName
+from draftsmith.train.plan.plan import plan as make_plan
+from draftsmith.train.plan.plan import table
+from draftsmith.train.recipe import load
 
 commands = typer.Typer()
 
@@ -22,11 +25,7 @@ def plan(
     ] = 1,
 ) -> None:
     """What a recipe will take: parameters, memory, disk, tokens, time; from configs alone."""
-    from draftsmith.train.plan.plan import plan as make
-    from draftsmith.train.plan.plan import table
-    from draftsmith.train.recipe import load
-
-    made = make(load(recipe, overrides or []), processes=processes)
+    made = make_plan(load(recipe, overrides or []), processes=processes)
     each = f", each of {processes} processes" if processes > 1 else ""
     shown = Table(title=f"{recipe} on {made.device}{each}", title_justify="left")
     for name in ("", "part", "figure"):

@@ -148,7 +148,7 @@ def report(settings: Report) -> dict[str, Any]:
 
 
 def best_step(run: Path, rows: Sequence[dict[str, Any]], served: str) -> tuple[int, str]:
-    """The step that `best` points at, else that of the highest tau here; and who chose it."""
+    """The step that `best` points at, else the one of the highest tau in rows; and who chose it."""
     link = run / "best"
     name = os.readlink(link) if link.is_symlink() else ""
     for row in rows:

@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.sampling import Sampler
+from draftsmith.drafters.target.target import Target
 from draftsmith.recipes.options import (
     AnyTarget,
     Seed,
@@ -17,6 +19,7 @@ from draftsmith.recipes.options import (
     TopP,
     key_values,
 )
+from draftsmith.train.samples.self_prompt import check, write_prompts
 
 commands = typer.Typer()
 
@@ -41,10 +44,6 @@ def self_prompt(
     seed: Seed = 0,
 ) -> None:
     """Lets the target write its own prompts, from its chat template's user turn."""
-    from draftsmith.drafters.sampling import Sampler
-    from draftsmith.drafters.target.target import Target
-    from draftsmith.train.samples.self_prompt import check, write_prompts
-
     sampler, settings = Sampler(temperature, top_k, top_p), key_values(template or [])
     kept = [code.strip() for code in languages.split(",") if code.strip()]
     check(kept)

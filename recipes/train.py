@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from draftsmith.recipes.options import Overrides, RecipeName
+from draftsmith.train.run import main
 
 commands = typer.Typer()
 
@@ -15,6 +16,4 @@ commands = typer.Typer()
 )
 def train(recipe: RecipeName, overrides: Overrides = None) -> None:
     """Trains a drafter; a run that was stopped goes on where its last checkpoint is."""
-    from draftsmith.train.run import main
-
     raise typer.Exit(main([recipe, *(overrides or [])]))

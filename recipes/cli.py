@@ -1,8 +1,8 @@
 """The front door: every `draftsmith` command, from quickstart to serve-check.
 
-A command's options and work stand in the file of its name, which is imported when the command is
-asked for: the list of commands is printed at once, a command's own help after some two seconds,
-which torch and transformers take.
+A command's options and work stand in the file of its name (evaluate.py of eval), imported when the
+command is asked for: the list of commands is printed at once, a command's own help after the some
+two seconds that torch and transformers take.
 
 A user's mistake is one line on stderr and exit code 2, before any compute is spent.
 """
@@ -18,56 +18,21 @@ from typer.core import TyperGroup
 
 from draftsmith.drafters.errors import UserError
 
-COMMANDS = {  # name: (module, what `draftsmith --help` says, as the command's own help begins)
-    "quickstart": (
-        "quickstart",
-        "The whole job small: samples, two drafters, decoding, one page; 15 minutes on 2 cores.",
-    ),
-    "sample": (
-        "sample",
-        "Lets the target answer prompts, turn by turn; or imports answers; or shows samples.",
-    ),
-    "self-prompt": (
-        "self_prompt",
-        "Lets the target write its own prompts, from its chat template's user turn.",
-    ),
-    "plan": (
-        "plan",
-        "What a recipe will take: parameters, memory, disk, tokens, time; from configs alone.",
-    ),
-    "train": (
-        "train",
-        "Trains a drafter; a run that was stopped goes on where its last checkpoint is.",
-    ),
-    "keys": ("keys", "A recipe's keys: type, default and meaning; and the losses."),
-    "eval": (
-        "evaluate",
-        "Decodes prompts with a drafter: acceptance by replay and decode, parity, speed.",
-    ),
-    "certify": (
-        "certify",
-        "Checks that decoding with a drafter writes what the target alone would write.",
-    ),
-    "report": (
-        "report",
-        "Replays every checkpoint of a run, decodes the best one, writes RUN/report.",
-    ),
-    "compare": (
-        "compare",
-        "Drafters of one target side by side: acceptance, cost, speed, and what each one lacks.",
-    ),
-    "bench": (
-        "bench",
-        "Times speculation against the loop without it; goes on where it was stopped.",
-    ),
-    "export": (
-        "export",
-        "Writes a drafter as a server loads it, reads it back, and says how to serve it.",
-    ),
-    "serve-check": (
-        "serve_check",
-        "Serves an export for real: the server's own counters beside replay of what it wrote.",
-    ),
+# Name and what `draftsmith --help` says of it, as the command's own help begins.
+COMMANDS = {
+    "quickstart": "The whole job small: samples, two drafters, one page; 15 minutes on 2 cores.",
+    "sample": "Lets the target answer prompts, turn by turn; or imports answers; or shows samples.",
+    "self-prompt": "Lets the target write its own prompts, from its chat template's user turn.",
+    "plan": "What a recipe will take: parameters, memory, disk, tokens, time; from configs alone.",
+    "train": "Trains a drafter; a run that was stopped goes on where its last checkpoint is.",
+    "keys": "A recipe's keys: type, default and meaning; and the losses.",
+    "eval": "Decodes prompts with a drafter: acceptance by replay and decode, parity, speed.",
+    "certify": "Checks that decoding with a drafter writes what the target alone would write.",
+    "report": "Replays every checkpoint of a run, decodes the best one, writes RUN/report.",
+    "compare": "Compares drafters of one target: acceptance, cost, speed, what each one lacks.",
+    "bench": "Times speculation against the loop without it; goes on where it was stopped.",
+    "export": "Writes a drafter as a server loads it, reads it back, and says how to serve it.",
+    "serve-check": "Serves an export: the server's own counters beside replay of what it wrote.",
 }
 
 
@@ -82,8 +47,9 @@ class Commands(TyperGroup):
 
 def load(name: str) -> Any:
     """The click command of this name, its module imported."""
+    file = "evaluate" if name == "eval" else name.replace("-", "_")
     house = typer.Typer(rich_markup_mode=None)
-    house.add_typer(import_module(f"draftsmith.recipes.{COMMANDS[name][0]}").commands)
+    house.add_typer(import_module(f"draftsmith.recipes.{file}").commands)
     group: Any = typer.main.get_group(house)
     return group.commands[name]
 
@@ -96,7 +62,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Trains drafters for speculative decoding on a target's own answers.",
 )
-for name, (_, line) in COMMANDS.items():
+for name, line in COMMANDS.items():
     app.command(name, help=line)(lambda: None)
 
 

@@ -49,7 +49,7 @@ SAMPLERS = (Sampler(0.0), Sampler(1.0))
 )
 @dataclass(frozen=True)
 class Compare:
-    """Drafters of one target side by side: acceptance, cost, speed, and what each one lacks."""
+    """Compares drafters of one target: acceptance, cost, speed, what each one lacks."""
 
     drafters: Annotated[list[str], typer.Argument(help="Runs' folders, checkpoints, or ngram.")]
     target: Annotated[str | None, typer.Option(help="Default: the drafters' own.")] = None

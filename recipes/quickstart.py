@@ -84,7 +84,7 @@ def quickstart(
         "runs/quickstart"
     ),
 ) -> None:
-    """The whole job small: samples, two drafters, decoding, one page; 15 minutes on 2 cores."""
+    """The whole job small: samples, two drafters, one page; 15 minutes on 2 cores."""
     raise typer.Exit(run_demo(folder))
 
 

@@ -44,7 +44,7 @@ DRAFTS = ("greedy", "sampled")
 )
 @dataclass(frozen=True)
 class ServeCheck:
-    """Serves an export for real: the server's own counters beside replay of what it wrote.
+    """Serves an export: the server's own counters beside replay of what it wrote.
 
     A running server may serve nobody else meanwhile, and its counts are exact when it runs with
 

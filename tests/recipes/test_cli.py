@@ -121,7 +121,7 @@ def test_a_commands_help_does_not_wait_for_models() -> None:
 
 def test_the_list_says_what_a_commands_own_help_says() -> None:
     assert set(cli.COMMANDS) == set(COMMANDS)
-    for name, (_, line) in cli.COMMANDS.items():
+    for name, line in cli.COMMANDS.items():
         assert cli.load(name).help.splitlines()[0] == line
 
 

@@ -42,6 +42,7 @@ from draftsmith.train.samples.heldout import HeldOut, answered
 commands = typer.Typer()
 
 SAMPLERS = (Sampler(0.0), Sampler(1.0))
+DECODED = ("tau", "tokens", "passes", "speedup", "tokens_per_s", "baseline_tokens_per_s")
 
 
 @commands.command(
@@ -158,11 +159,8 @@ def _entry(text: str) -> Entry:
         return Entry("ngram", None, None)
     place = Path(text)
     if (place / "recipe.yaml").is_file():
-        _, steps = read_run(place)
-        best = place / "best"
-        return Entry(
-            place.name, best if best.exists() else place / f"checkpoint-{steps[-1]}", place
-        )
+        best, last = place / "best", place / f"checkpoint-{read_run(place)[1][-1]}"
+        return Entry(place.name, best if best.exists() else last, place)
     run = place.parent if (place.parent / "recipe.yaml").is_file() else None
     name = f"{run.name}-{place.resolve().name}" if run else place.name
     return Entry(name, place, run)
@@ -173,34 +171,20 @@ def _measured(
 ) -> dict[str, Any]:
     drafter = storage.load(entry.place, target) if entry.place else ngram(target)
     k = min(settings.k, drafter.longest or settings.k)
-    learned = _learned(entry)
-    by_sampler = {}
-    for name, held in sets.items():
-        line = CountLine(
-            f"{entry.name} at {name}: prompts decoded",
-            2 * min(settings.decode_limit, len(held.texts)),
-        )
-        by_sampler[name] = _at_sampler(drafter, target, held, k, settings, learned, line)
     return {
         "family": drafter.family,
         "parameters": count_parameters(drafter),
-        "tokens_learned": learned,
+        "tokens_learned": _learned(entry),
         "k": k,
         "curve": _curve(entry),
-        "at": by_sampler,
+        "at": {n: _at_sampler(entry, drafter, target, h, k, settings) for n, h in sets.items()},
     }
 
 
 def _at_sampler(
-    drafter: Drafter,
-    target: Target,
-    held: HeldOut,
-    k: int,
-    settings: Compare,
-    learned: int | None,
-    line: CountLine,
+    entry: Entry, drafter: Drafter, target: Target, held: HeldOut, k: int, settings: Compare
 ) -> dict[str, Any]:
-    """Acceptance, diagnosis and speed at one sampler; line counts prompts decoded."""
+    """Acceptance, diagnosis and speed at one sampler."""
     read: list[Batch] = read_decoded(target, drafter, held.texts, held.sampler)
     answers = [text.tokens for text in held.texts]
     by_k = replay(drafter, read, k, settings.seed)
@@ -208,10 +192,11 @@ def _at_sampler(
     prompts = [text.prompt for text in held.texts[: settings.decode_limit]]
     middle = sorted(prompts, key=len)[len(prompts) // 2]
     costs = model.measure(target, drafter, range(1, k + 1), middle, held.sampler)
-    drafting = drafting_of(accepted, count_parameters(drafter), learned)
+    drafting = drafting_of(accepted, count_parameters(drafter), _learned(entry))
     best = model.best_k(costs, drafting.tau_by_k)
     # Few texts may lie far from the mean of all: a prediction is compared with its own.
     tau = expected_tau([part for part in by_k[best].parts if part.prompt < len(prompts)])
+    line = CountLine(f"{entry.name} at {label(held.sampler)}: prompts decoded", 2 * len(prompts))
     decoded = evaluate(
         target, drafter, prompts, held.sampler, Policy(best), settings.max_new_tokens,
         seed=settings.seed, progress=line.after_prompt,
@@ -227,17 +212,7 @@ def _at_sampler(
         "clock": steady.report(),
         "costs_ms": costs.milliseconds(),
         "draft_share": costs.draft[best] / costs.round(best),
-        "decode": {
-            part: getattr(decoded.decode, part)
-            for part in (
-                "tau",
-                "tokens",
-                "passes",
-                "speedup",
-                "tokens_per_s",
-                "baseline_tokens_per_s",
-            )
-        },
+        "decode": {part: getattr(decoded.decode, part) for part in DECODED},
         "parity": decoded.parity and decoded.parity.report(),
     }
 

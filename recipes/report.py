@@ -61,7 +61,7 @@ class Report:
     seed: Seed = 0
 
     def __call__(self) -> None:
-        """Makes the report and prints what it says of speed."""
+        """Makes the report and prints whether drafting pays."""
         found = report(self)
         for name, timed in found["speed"].items():
             print(f"{name}: {timed['verdict']}")
@@ -106,8 +106,7 @@ def report(settings: Report) -> dict[str, Any]:
     place = run / f"checkpoint-{best}"
     drafter = storage.load(place, target)
     decoded = {
-        name: _decoded(place, name, target, drafter, held, k, settings)
-        for name, held in sets.items()
+        name: _decoded(place, target, drafter, held, k, settings) for name, held in sets.items()
     }
     out = pages.assemble(
         {
@@ -202,15 +201,10 @@ def _replays(
 
 
 def _decoded(
-    place: Path,
-    name: str,
-    target: Target,
-    drafter: Drafter,
-    held: HeldOut,
-    k: int,
-    settings: Report,
+    place: Path, target: Target, drafter: Drafter, held: HeldOut, k: int, settings: Report
 ) -> dict[str, Any]:
     """evaluate's report, costs and one text of the best checkpoint, at one sampler."""
+    name = pages.label(held.sampler)
     prompts = [text.prompt for text in held.texts[: settings.decode_limit]]
 
     def make() -> dict[str, Any]:

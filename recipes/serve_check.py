@@ -120,7 +120,7 @@ def measure(settings: ServeCheck) -> dict[str, Any]:
     def serve(with_draft: Draft | None, log: Path) -> AbstractContextManager[Running]:
         if url:
             return nullcontext(servers.running(settings.server))
-        length = subject.length
+        length = max(map(len, prompts)) + settings.max_new_tokens
         return servers.serving(settings.server, subject.target.source, with_draft, length, log)
 
     with tempfile.TemporaryDirectory(prefix="serve-check-") as folder, ExitStack() as running:
@@ -167,14 +167,13 @@ def measure(settings: ServeCheck) -> dict[str, Any]:
 
 @dataclass
 class _Subject:
-    """What is checked. length: of the longest prompt with its answer."""
+    """What is checked."""
 
     target: Target
     checkpoint: Path
     drafter: Drafter
     draft: Draft
     prompts: list[list[int]]
-    length: int
 
 
 def _subject(settings: ServeCheck) -> _Subject:
@@ -203,10 +202,8 @@ def _subject(settings: ServeCheck) -> _Subject:
     if drafter.longest is not None and k > drafter.longest:
         raise UserError(f"--k: {k} is more than this drafter's {drafter.longest} depths; lower it")
     prompts = encode(suite, target)
-    longest = max(map(len, prompts))
-    check_room(longest, settings.max_new_tokens, target)
-    length = longest + settings.max_new_tokens
-    return _Subject(target, checkpoint, drafter, draft, prompts, length)
+    check_room(max(map(len, prompts)), settings.max_new_tokens, target)
+    return _Subject(target, checkpoint, drafter, draft, prompts)
 
 
 def _drafts(settings: ServeCheck, card: dict[str, Any]) -> str:

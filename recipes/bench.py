@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -24,7 +24,7 @@ from draftsmith.eval.speed import bench_table, synthetic
 from draftsmith.eval.speed.bench import BenchPrompt, Store, check_memory, device_of, grid
 from draftsmith.eval.speed.bench import run as measure
 from draftsmith.eval.speed.clocks import WARM_UP
-from draftsmith.recipes.options import Prompts, Seed, numbers
+from draftsmith.recipes.options import Prompts, Seed
 from draftsmith.recipes.shared import check_room, digest, ngram, take_prompts
 from draftsmith.train import disk
 from draftsmith.train.data.chat_template import encode
@@ -64,9 +64,9 @@ class Bench:
 
     def __call__(self) -> None:
         """Runs what is asked. Raises UserError, before anything is timed."""
-        ks, budgets = numbers("--k", self.k, int), numbers("--tree", self.tree, int)
-        batches = numbers("--batch", self.batch, int)
-        temperatures = numbers("--temperature", self.temperature, float)
+        ks, budgets = _numbers("--k", self.k, int), _numbers("--tree", self.tree, int)
+        batches = _numbers("--batch", self.batch, int)
+        temperatures = _numbers("--temperature", self.temperature, float)
         depth = max(ks, default=4)
         trees = [Tree(k=min(depth, budget), budget=budget) for budget in budgets]
         policies = [*map(Policy, ks), *trees]
@@ -109,6 +109,14 @@ class Bench:
         _print(store, console)
         disk.write(self.output / "bench.md", bench_table.markdown(store.content))
         console.print(f"written: {store.path} and bench.md")
+
+
+def _numbers(option: str, text: str, kind: type) -> list[Any]:
+    """The numbers of "1,4,16", each once."""
+    try:
+        return list(dict.fromkeys(kind(part) for part in text.split(",") if part.strip()))
+    except ValueError:
+        raise UserError(f"{option}: {text!r} is no list of numbers; write e.g. 1,4") from None
 
 
 def _weights(name: str) -> str:

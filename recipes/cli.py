@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 
 from draftsmith.drafters.errors import UserError
 
-# Name and what `draftsmith --help` says of it, as the command's own help begins.
+# Name and the line that `draftsmith --help` prints, with which the command's own help begins.
 COMMANDS = {
     "quickstart": "The whole job small: samples, two drafters, one page; 15 minutes on 2 cores.",
     "sample": "Lets the target answer prompts, turn by turn; or imports answers; or shows samples.",
@@ -31,7 +31,7 @@ COMMANDS = {
     "report": "Replays every checkpoint of a run, decodes the best one, writes RUN/report.",
     "compare": "Compares drafters of one target: acceptance, cost, speed, what each one lacks.",
     "bench": "Times speculation against the loop without it; goes on where it was stopped.",
-    "export": "Writes a drafter as a server loads it, reads it back, and says how to serve it.",
+    "export": "Writes a drafter as a server loads it, reads it back, prints how to serve it.",
     "serve-check": "Serves an export: the server's own counters beside replay of what it wrote.",
 }
 

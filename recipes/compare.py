@@ -87,7 +87,7 @@ def compare(
 ) -> dict[str, Any]:
     """Writes the comparison and returns compare.json's content.
 
-    target: the settings' own where the caller has it loaded; notes: what the page says first.
+    target: the settings' own where the caller has it loaded; notes: printed on top of the page.
     Raises UserError before anything is loaded: no drafter there, one made for another target.
     """
     entries = [_entry(text) for text in settings.drafters]
@@ -218,7 +218,7 @@ def _at_sampler(
 
 
 def _learned(entry: Entry) -> int | None:
-    """Target-made tokens that the drafter had learned from, where it lies in a run."""
+    """Target-made tokens that the drafter had learned from, where it is a run's."""
     if entry.run is None or entry.place is None:
         return None
     step = entry.place.resolve().name.removeprefix("checkpoint-")
@@ -243,6 +243,6 @@ def _curve(entry: Entry) -> dict[str, Any] | None:
     tokens, tau = np.array(points, dtype=float).T
     slope, _ = np.polyfit(np.log2(tokens), tau, 1)
     doublings = 0.1 * tau[-1] / slope if slope > 0 else math.inf
-    # Beyond ten doublings the line says nothing.
+    # Ten doublings away the line predicts nothing.
     wanted = int(tokens[-1] * 2**doublings) if doublings < 10 else None
     return {"points": points, "per_doubling": float(slope), "tokens_for_10_percent": wanted}

@@ -24,7 +24,14 @@ COLUMNS = ("parameters", "tokens learned", "tau", "95% CI", "alpha per depth", "
 NARROW = (0, 1, 2, 5, 7, 8, 9, 10)  # what fits a terminal
 DIAGNOSIS = ("recall@1", "@4", "@16", "oracle tau@1", "@4", "@16", "draft share",
              "per doubling", "for +10%")  # fmt: skip
-COLOURS = 8  # series that the page can tell apart
+DIAGNOSED = (
+    "Recall: how often the target's own token is among a drafter's best 1, 4, 16 at depth 0, "
+    "where rounds really start. Oracle tau: if every such token were accepted. A high recall@4 "
+    "beside a low tau asks for a tree or a better trained choice; a low one for data or "
+    "parameters. Draft share: of a round's time. The last two: a line through the run's own "
+    "learning curve, tau gained per doubling of tokens, and tokens for a tau 10% higher."
+)
+COLOURS = 8  # of the page's series
 
 
 def samplers(report: Report) -> list[str]:
@@ -53,7 +60,7 @@ def clock(report: Report, name: str, sampler: str) -> Report:
 
 
 def verdict(report: Report, name: str, sampler: str) -> str:
-    """Whether drafting pays, as far as the clock lets that be said."""
+    """Whether drafting pays, or that the clock was too unsteady to judge."""
     return clock(report, name, sampler)["note"] or cell(report, name, sampler)["verdict"]
 
 
@@ -142,28 +149,21 @@ def write(report: Report, folder: Path) -> None:
 
 
 def markdown(report: Report) -> str:
+    target = report["target"]
     lines: list[str] = []
-    title = f"# Drafters for {report['target']['spec']}"
-    for text in (title, *report["notes"], method(report), pages.adapted(report["target"])):
+    head = (f"# Drafters for {target['spec']}", *report["notes"], method(report))
+    for text in (*head, pages.adapted(target)):
         lines += [text, ""] if text else []
     for sampler in samplers(report):
         names = ordered(report, sampler)
-        for title, columns, row in (("", COLUMNS, figures), (DIAGNOSED, DIAGNOSIS, diagnosis)):
-            lines += [title, ""] if title else [f"## {sampler}", ""]
+        parts = ((f"## {sampler}", COLUMNS, figures), (DIAGNOSED, DIAGNOSIS, diagnosis))
+        for lead, columns, row in parts:
+            lines += [lead, ""]
             lines += ["| " + " | ".join(["drafter", *columns]) + " |"]
             lines += ["| --- |" + " ---: |" * len(columns)]
             lines += ["| " + " | ".join([n, *row(report, n, sampler)]) + " |" for n in names] + [""]
         lines += [f"- {name}: {verdict(report, name, sampler)}" for name in names] + [""]
     return "\n".join(lines)
-
-
-DIAGNOSED = (
-    "Recall: how often the target's own token is among a drafter's best 1, 4, 16 at depth 0, "
-    "where rounds really start. Oracle tau: if every such token were accepted. A high recall@4 "
-    "beside a low tau asks for a tree or a better trained choice; a low one for data or "
-    "parameters. Draft share: of a round's time. The last two: a line through the run's own "
-    "learning curve, tau gained per doubling of tokens, and tokens for a tau 10% higher."
-)
 
 
 def method(report: Report) -> str:

@@ -1,9 +1,9 @@
 """draftsmith export CHECKPOINT --to SERVER: a folder that the server loads, read back, with a card.
 
 It is written beside its place and renamed, so that an export which fails or is killed leaves no
-folder of its name. The card says whose drafter it is, what it is worth, how to serve it and what
-was checked: card.json for programs, README.md for people. Its figures are the run's own (its log,
-and its report where one was made); what nobody measured is marked "not measured".
+folder of its name. The card (card.json for programs, README.md for people) names the target, the
+drafter, the command to serve it and what was checked; its figures are the run's own, from its log
+and its report, else "not measured".
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ReadBack:
 )
 @dataclass(frozen=True)
 class Export:
-    """Writes a drafter as a server loads it, reads it back, and says how to serve it."""
+    """Writes a drafter as a server loads it, reads it back, prints how to serve it."""
 
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder.")]
     to: Annotated[str, typer.Option(help="vllm, sglang, tensorrt-llm, llama.cpp or transformers.")]
@@ -203,7 +203,7 @@ def _logits(drafter: Drafter, batch: Batch) -> torch.Tensor:
 def make_card(
     name: str, drafter: Drafter, place: Path, folder: Path, serving: Serving, read_back: ReadBack
 ) -> dict[str, Any]:
-    """card.json. place: the checkpoint; folder: where the export will lie."""
+    """card.json. place: the checkpoint; folder: the export's, once renamed."""
     chosen, recipe = export.server(name), _recipe(place)
     return {
         "format": 1,
@@ -253,7 +253,7 @@ def _measured(run: Path, name: str) -> dict[str, Any]:
         own = line["kind"] == "replay" and not line.get("biased")  # on text the target wrote
         if own and line["step"] == int(step):
             keys = ("k", "tau", "tau_ci", "alpha", "tau_by_k", "tau_greedy_by_k")
-            found |= {key: line[key] for key in keys if key in line}  # runs of old lack the last
+            found |= {key: line[key] for key in keys if key in line}  # older runs lack the last
     path = run / "report" / "report.json"
     if path.is_file():
         report = json.loads(path.read_text())
@@ -261,7 +261,7 @@ def _measured(run: Path, name: str) -> dict[str, Any]:
             found["speedup"] = {
                 label: {key: speed[key] for key in ("best_k", "predicted_speedup")}
                 for label, speed in report["speed"].items()
-                if not speed.get("clock", {}).get("busy")  # reports of old have no clock
+                if not speed.get("clock", {}).get("busy")  # older reports have no clock
             }
     return found
 

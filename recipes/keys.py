@@ -79,7 +79,7 @@ def _fill(table: Table, model: type[BaseModel]) -> None:
 
 
 def rows(model: type[BaseModel]) -> Iterator[tuple[str, str, str]]:
-    """Key, type with default, and meaning of each field that says what it means."""
+    """Key, type with default, and meaning of each field that has a description."""
     schema = model.model_json_schema()
     required = schema.get("required", [])
     for key, field in schema["properties"].items():

@@ -29,14 +29,6 @@ Overrides = Annotated[list[str] | None, typer.Argument(help="key=value ..")]
 Seed = Annotated[int, typer.Option(help="Keys every draw.")]
 
 
-def numbers(option: str, text: str, kind: type) -> list[Any]:
-    """The numbers of "1,4,16", each once."""
-    try:
-        return list(dict.fromkeys(kind(part) for part in text.split(",") if part.strip()))
-    except ValueError:
-        raise UserError(f"{option}: {text!r} is no list of numbers; write e.g. 1,4") from None
-
-
 def key_values(pairs: list[str]) -> dict[str, Any]:
     """KEY=VALUE pairs for the chat template, values as YAML. Raises UserError."""
     out = {}

@@ -1,7 +1,7 @@
 """draftsmith report RUN: every checkpoint replayed, the best one decoded, all of it as one page.
 
 runs/heldout/TARGET-T..-HASH/   the target's answers to the held-out prompts, one folder for
-                                each sampler, shared by the runs that lie beside it
+                                each sampler, shared by the runs of this folder
 RUN/report/checkpoint-N.json    replay of one checkpoint; made once
 RUN/report/decode-T...json      decoding and costs of the best one; made once
 RUN/report/report.{json,md,html}

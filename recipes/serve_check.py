@@ -185,7 +185,7 @@ def _subject(settings: ServeCheck) -> _Subject:
     draft = Draft(settings.export, config["family"], k, _drafts(settings, card))
     if not url:
         servers.check(settings.server, draft.family, k)
-        made_for = card["server"]["name"].lower()  # once cards said vLLM
+        made_for = card["server"]["name"].lower()  # older cards have vLLM
         if made_for != settings.server:
             raise UserError(
                 f"{settings.export}: made for {made_for}; export the checkpoint --to "

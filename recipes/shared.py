@@ -68,7 +68,7 @@ def read_run(run: Path) -> tuple[Recipe, list[int]]:
 
 
 def samples_of(run: Path, recipe: Recipe) -> Path:
-    """Where the answers lie, or lay, that the run learned from."""
+    """The samples folder that the run learned from; it may be gone."""
     return Path(recipe.samples) if recipe.samples else run / "samples"
 
 

@@ -57,7 +57,6 @@ class Chart:
         self.text(middle, self.height - 5, label, "tick middle")
 
     def line(self, points: Sequence[Point], style: str) -> None:
-        """A line through the points."""
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (self.pixels(*p) for p in points))
         self.parts.append(f'<polyline class="line {style}" points="{path}"/>')
 
@@ -93,7 +92,6 @@ class Chart:
         )
 
     def text(self, x: float, y: float, words: str, style: str = "") -> None:
-        """Words at a pixel position."""
         self.parts.append(f'<text class="{style}" x="{x:.1f}" y="{y:.1f}">{escape(words)}</text>')
 
     def label(self, x: float, y: float, words: str, style: str = "middle", up: float = 10) -> None:

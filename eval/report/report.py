@@ -39,7 +39,7 @@ def label(sampler: Sampler) -> str:
 
 
 def adapted(target: Mapping[str, Any]) -> str:
-    """What a page says of a target, by its identity, that was adapted to its heads; else ""."""
+    """A page's note on a target that was adapted to its heads, from its identity; else ""."""
     record = target.get("adapted_from")
     if record is None:
         return ""
@@ -165,7 +165,7 @@ def sample_text(
     row: int = 0,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Decodes one prompt (row keys its noise) and says which tokens the drafter wrote.
+    """Decodes one prompt (row keys its noise) and marks which tokens the drafter wrote.
 
     pieces: {text, by} in order, by "drafter" (drafted and accepted), "rejected" (the draft that was
     refused, no part of the text; `drafts` has those after it too) or "target" (its correction or
@@ -218,7 +218,7 @@ def sample_text(
 # ---------------------------------------------------------------- pages
 
 
-def write(report: Report, folder: Path) -> list[Path]:
+def write(report: Report, folder: Path) -> None:
     """report.json, report.md and report.html in an existing folder."""
     pages = {
         "report.json": json.dumps(report, indent=1, allow_nan=False) + "\n",
@@ -227,7 +227,6 @@ def write(report: Report, folder: Path) -> list[Path]:
     }
     for name, text in pages.items():
         (folder / name).write_text(text, encoding="utf-8")
-    return [folder / name for name in pages]
 
 
 def page(report: Report, template: str) -> str:

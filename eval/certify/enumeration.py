@@ -105,19 +105,30 @@ def error(joint: Tensor, p: Laws) -> float:
     return (joint.sum(0) - continued(p, ())).abs().max().item()
 
 
-def emitted(
+def emitted(rule: ChainRule, p: Laws, q: Laws, **how: Any) -> Tensor:
+    """Joint law (K + 1, V, .., V) of accepted drafts and of the next K + 1 tokens, for a chain.
+
+    how: length and drawn, see `written`.
+    """
+    V, K = len(p[0]), len(q)
+    out = torch.zeros(K + 1, *(V,) * (K + 1), dtype=torch.float64)
+    for chance, text in written(rule, p, q, **how):
+        out[(len(text) - 1, *text)] += chance * continued(p, text)
+    return out
+
+
+def written(
     rule: ChainRule,
     p: Laws,
     q: Laws,
     length: Callable[[tuple[int, ...]], int] | None = None,
     drawn: Laws | None = None,
-) -> Tensor:
-    """Joint law (K + 1, V, .., V) of accepted drafts and of the next K + 1 tokens, for a chain.
+) -> Iterator[tuple[float, tuple[int, ...]]]:
+    """What one round of a chain can write, accepted drafts and a token, and with what chances.
 
     p: K + 1 laws, q: K. length(path): valid nodes; drawn: what drafts are drawn from (None: q).
     """
     V, K, drawn = len(p[0]), len(q), drawn or q
-    out = torch.zeros(K + 1, *(V,) * (K + 1), dtype=torch.float64)
     for path in product(range(V), repeat=K):
         nodes = length(path) if length else K + 1
         if any(path[nodes - 1 :]):
@@ -132,10 +143,7 @@ def emitted(
         drafts = [law[path[:j]] if j < nodes - 1 else filler for j, law in enumerate(q)]
         inputs = torch.tensor([path]), torch.tensor([nodes]), rows[None], torch.stack(drafts)[None]
         for part, result in enumerate_rule(partial(rule, *inputs)):
-            m = int(result.count)
-            text = (*path[:m], int(result.token))
-            out[(m, *text)] += chance * part * continued(p, text)
-    return out
+            yield chance * part, (*path[: int(result.count)], int(result.token))
 
 
 def over_rounds(rule: ChainRule, p: Laws, q: Laws, K: int, tokens: int) -> Tensor:
@@ -160,16 +168,9 @@ def over_rounds(rule: ChainRule, p: Laws, q: Laws, K: int, tokens: int) -> Tenso
     @cache
     def once(prefix: tuple[int, ...]) -> dict[tuple[int, ...], float]:
         """What one round writes, and with what chance."""
-        ours, theirs = after(p, prefix, K + 1), after(q, prefix, K)
         found: dict[tuple[int, ...], float] = {}
-        for path in product(range(V), repeat=K):
-            rows = torch.stack([law[path[:j]] for j, law in enumerate(ours)])
-            drawn = torch.stack([law[path[:j]] for j, law in enumerate(theirs)])
-            chance = math.prod(float(law[x]) for law, x in zip(drawn, path, strict=True))
-            inputs = (torch.tensor([path]), torch.tensor([K + 1]), rows[None], drawn[None])
-            for part, result in enumerate_rule(partial(rule, *inputs)):
-                text = (*path[: int(result.count)], int(result.token))
-                found[text] = found.get(text, 0.0) + chance * part
+        for chance, text in written(rule, after(p, prefix, K + 1), after(q, prefix, K)):
+            found[text] = found.get(text, 0.0) + chance
         return found
 
     go((), 1.0)
@@ -188,7 +189,9 @@ def emitted_tree(
     out = torch.zeros(K + 1, *(V,) * (K + 1), dtype=torch.float64)
     fillings = [(1.0, ranked)] if ranked else _drawn(tree.parents, q, [0], [()])
     for chance, tokens in fillings:
-        prefixes = _prefixes(tree.parents, tokens)
+        prefixes: list[tuple[int, ...]] = [()]  # of each node, the tokens below the root down to it
+        for parent, token in zip(tree.parents[1:], tokens[1:], strict=True):
+            prefixes.append((*prefixes[parent], token))
         inner = [prefix if len(prefix) < K else () for prefix in prefixes]  # leaf rows are not read
         inputs = (
             torch.tensor([tokens]),
@@ -201,14 +204,6 @@ def emitted_tree(
             last = 0 if result.path is None else int(result.path[0, m])
             text = (*prefixes[last], int(result.token))
             out[(m, *text)] += chance * part * continued(p, text)
-    return out
-
-
-def _prefixes(parents: Sequence[int], tokens: Sequence[int]) -> list[tuple[int, ...]]:
-    """Of each node, the tokens below the root down to it."""
-    out: list[tuple[int, ...]] = [()]
-    for parent, token in zip(parents[1:], tokens[1:], strict=True):
-        out.append((*out[parent], token))
     return out
 
 

@@ -26,6 +26,11 @@ def reason(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
+def said(error: BaseException) -> str:
+    """Its words alone, as part of one line."""
+    return " ".join(str(error).split())[:200]
+
+
 def cannot_write(path: Path, error: BaseException, remedy: str) -> UserError:
     return UserError(f"{path}: cannot be written ({reason(error)}); {remedy}")
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.errors import NOT_WRITTEN, UserError, cannot_write
+from draftsmith.drafters.errors import NOT_WRITTEN, UserError, cannot_write, said
 from draftsmith.train import disk, trackers
 from draftsmith.train.recipe import Recipe, parse
 
@@ -143,10 +143,9 @@ def restore(folder: Path, step: int) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=False)
         set_rng_state(state["rng"])
     except (OSError, EOFError, RuntimeError, KeyError, pickle.UnpicklingError) as error:
-        line = " ".join(str(error).split())[:200]
         raise UserError(
-            f"{path}: cannot be read ({line}); delete {place}, and the same command goes on from "
-            "the checkpoint before it"
+            f"{path}: cannot be read ({said(error)}); delete {place}, and the same command goes on "
+            "from the checkpoint before it"
         ) from None
     return state
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.errors import UserError, said
 from draftsmith.drafters.storage import read_weights
 from draftsmith.drafters.target.causal_lm import CausalLM
 from draftsmith.drafters.target.target import Target
@@ -124,10 +124,9 @@ def check_target(target: Target, rank: int) -> None:
         try:  # refused now, not when all is trained
             target.hf.generation_config.save_pretrained(folder)
         except ValueError as error:
-            line = " ".join(str(error).split())[:200]
             raise UserError(
-                f"adapt: transformers refuses to store {spec}'s generation_config.json ({line}); "
-                "correct it in a local copy"
+                f"adapt: transformers refuses to store {spec}'s generation_config.json "
+                f"({said(error)}); correct it in a local copy"
             ) from None
 
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from draftsmith.drafters.batch import Alignment, Batch
-from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.errors import UserError, said
 from draftsmith.drafters.sampling import Noise
 from draftsmith.drafters.target.causal_lm import CausalLM
 from draftsmith.drafters.target.source import Source, resolve
@@ -244,7 +244,7 @@ class Medusa2(Learner):
                 self.target.tokenizer.save_pretrained(self.scratch)
             except (OSError, SafetensorError) as error:
                 raise UserError(
-                    f"{self.place}: cannot be written ({' '.join(str(error).split())[:200]}); the "
+                    f"{self.place}: cannot be written ({said(error)}); the "
                     "last checkpoint is intact: make room, and run the same command again"
                 ) from None
         stored = self.place if self.place.exists() else self.scratch

@@ -24,7 +24,7 @@ from accelerate import Accelerator
 from accelerate.utils import parse_flag_from_env
 from torch import Tensor
 
-from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.errors import UserError, said
 
 BEAT = 2.0  # seconds between two signs of life
 LOST = 60.0  # seconds without one that mean death
@@ -136,8 +136,7 @@ def launched() -> Iterator[Processes]:
     try:
         store, index, _ = next(torch.distributed.rendezvous("env://", timeout=_CONNECT))
     except (RuntimeError, ValueError) as error:
-        line = " ".join(str(error).split())[:200]
-        raise UserError(f"launch: the {count} processes cannot meet ({line})") from None
+        raise UserError(f"launch: the {count} processes cannot meet ({said(error)})") from None
     own = torch.distributed.PrefixStore("draftsmith", store)
     processes = Processes(index, count, int(os.environ.get("LOCAL_RANK", index)), own)
     over = threading.Event()

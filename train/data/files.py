@@ -20,7 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.errors import UserError, said
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt", ".parquet")
 BROKEN = (OSError, ValueError, KeyError, TypeError)  # what datasets and pyarrow raise on bad files
@@ -216,5 +216,4 @@ def _parquet(path: Path) -> Iterator[Row]:
         for i, row in enumerate(whole, start=1):
             yield f"row {i}", row
     except (*BROKEN, datasets.exceptions.DatasetsError) as error:
-        line = " ".join(str(error).split())[:200]
-        raise UserError(f"{path}: cannot be read ({line}); copy it again") from None
+        raise UserError(f"{path}: cannot be read ({said(error)}); copy it again") from None

@@ -35,7 +35,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.errors import UserError, said
 from draftsmith.drafters.target.source import HUB_ID, HUB_TIMEOUT
 from draftsmith.train.data.columns import find_column, given_of, prompt_of, text_of
 from draftsmith.train.data.files import BROKEN, SUFFIXES, Fault, Row, library, read_rows, suffix
@@ -219,9 +219,8 @@ def _one_line(name: str) -> Iterator[None]:
     try:
         yield
     except (*BROKEN, RuntimeError, library().exceptions.DatasetsError) as error:
-        line = " ".join(str(error).split())[:200]
         raise UserError(
-            f"prompts {name}: cannot be read ({line}); download it, and name a file"
+            f"prompts {name}: cannot be read ({said(error)}); download it, and name a file"
         ) from None
 
 

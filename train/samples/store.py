@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from draftsmith.drafters.errors import UserError, cannot_write
+from draftsmith.drafters.errors import UserError, cannot_write, said
 from draftsmith.train import disk
 from draftsmith.train.data.files import BROKEN, library
 
@@ -115,8 +115,7 @@ def load(folder: Path, in_memory: bool = False) -> Any:
         dataset = library().load_from_disk(str(folder), keep_in_memory=in_memory)
         lacks = set(COLUMNS) - set(dataset.column_names)
     except BROKEN as error:
-        line = " ".join(str(error).split())[:200]
-        raise UserError(f"{folder}: cannot be read ({line}); {_remedy(folder)}") from None
+        raise UserError(f"{folder}: cannot be read ({said(error)}); {_remedy(folder)}") from None
     if lacks:
         raise UserError(f"{folder}: has no column {min(lacks)}; {_remedy(folder)}")
     return dataset
@@ -132,7 +131,7 @@ def check(dataset: Any, rows: int, digest: str, folder: Path) -> None:
                 return
             problem = "its content is not what was written"
         except BROKEN as error:
-            problem = f"cannot be read ({' '.join(str(error).split())[:200]})"
+            problem = f"cannot be read ({said(error)})"
     raise UserError(f"{folder}: {problem}; {_remedy(folder)}")
 
 

@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.errors import UserError, said
 from draftsmith.drafters.target.causal_lm import Tap
 from draftsmith.drafters.target.target import Target
 from draftsmith.train import disk
@@ -253,8 +253,7 @@ class FeatureCache:
                 f"{path}: is missing; run again, with the samples in a folder that all nodes share"
             ) from None
         except (SafetensorError, OSError) as error:
-            line = " ".join(str(error).split())[:200]
-            raise UserError(f"{path}: cannot be read ({line}); {remedy}") from None
+            raise UserError(f"{path}: cannot be read ({said(error)}); {remedy}") from None
         if made_for != self.digest:
             raise UserError(f"{path}: was made for another target, layers or samples; {remedy}")
         return states

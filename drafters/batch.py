@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.drafters.sampling import Sampler
@@ -69,10 +70,8 @@ def span_ends(batch: Batch) -> Tensor:
     """
     made, segment = batch.made, batch.segment
     T = made.shape[1]
-    stays = torch.zeros_like(made)  # the span goes on at t + 1
-    stays[:, :-1] = made[:, 1:] & (segment[:, 1:] == segment[:, :-1])
     index = torch.arange(T, device=made.device).expand_as(segment)
-    stop = torch.where(stays, T, index)
+    stop = torch.where(next_made(batch), T, index)  # where the span goes on, no stop
     ends = stop.flip(1).cummin(1).values.flip(1)
     return torch.where(made, ends, -1)
 
@@ -100,11 +99,15 @@ class Alignment:
             yield Alignment(*part)
 
 
+def next_made(batch: Batch) -> Tensor:
+    """(B, T) bool: positions whose next token, of the same segment, the target made."""
+    same = batch.segment[:, 1:] == batch.segment[:, :-1]
+    return F.pad(batch.made[:, 1:] & same, (0, 1))
+
+
 def all_anchors(batch: Batch) -> Tensor:
     """(B, A): every anchor whose root is target-made, ascending, padded with -1."""
-    is_anchor = torch.zeros_like(batch.made)
-    same = batch.segment[:, 1:] == batch.segment[:, :-1]
-    is_anchor[:, :-1] = batch.made[:, 1:] & same
+    is_anchor = next_made(batch)
     A = max(int(is_anchor.sum(1).max()), 1)
     T = is_anchor.shape[1]
     index = torch.arange(T, device=batch.device).expand_as(is_anchor)

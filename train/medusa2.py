@@ -26,13 +26,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from draftsmith.drafters.batch import Alignment, Batch
+from draftsmith.drafters.batch import Alignment, Batch, next_made
 from draftsmith.drafters.errors import UserError, said
 from draftsmith.drafters.sampling import Noise
 from draftsmith.drafters.target.causal_lm import CausalLM
@@ -48,12 +47,6 @@ from draftsmith.train.samples.samples import Samples
 from draftsmith.train.states import Computed, States
 
 TAPS = ("normed",)  # of Medusa heads
-
-
-def judged(batch: Batch) -> Tensor:
-    """(B, T) bool: positions whose next token the target made."""
-    same = batch.segment[:, 1:] == batch.segment[:, :-1]
-    return F.pad(batch.made[:, 1:] & same, (0, 1))
 
 
 def divergence(
@@ -150,7 +143,7 @@ class Medusa2(Learner):
                 self.drafter, batch, alignment, self.objective, total, recipe.chunk, self.running,
                 noise,
             )  # fmt: skip
-            _, slope = divergence(target, old, new, judged(batch), self._rows)
+            _, slope = divergence(target, old, new, next_made(batch), self._rows)
         if not math.isfinite(sums.loss):
             watch.check_finite(self.step + 1, watch.inputs(self.drafter, batch))
         pull = torch.zeros_like(normed) if leaf.grad is None else leaf.grad
@@ -166,7 +159,7 @@ class Medusa2(Learner):
         with self.accelerator.autocast():
             for before, batch in pairs:
                 assert before.final is not None and batch.final is not None
-                counted = judged(batch)
+                counted = next_made(batch)
                 total += divergence(self.target, before.final, batch.final, counted, self._rows)[0]
                 tokens += int(counted.sum())
         return {"kl": total / max(tokens, 1), "kl_tokens": tokens}

@@ -197,12 +197,12 @@ def _kl_the_other_way(patch: pytest.MonkeyPatch) -> None:
 
 
 def _tokens_of_the_prompt_count(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(medusa2, "judged", lambda batch: batch.segment >= 0)
+    patch.setattr(medusa2, "next_made", lambda batch: batch.segment >= 0)
 
 
 def _across_texts(patch: pytest.MonkeyPatch) -> None:
     """The last token of a text judged by the next one's first."""
-    patch.setattr(medusa2, "judged", lambda batch: batch.made)
+    patch.setattr(medusa2, "next_made", lambda batch: batch.made)
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,7 @@ def _decoded(
 ) -> Decoded:
     texts = [text for turn in drafted for text in turn.texts]
     passes, *accepted = counts(texts, k)
+    taken = [r.accepted for text in texts for r in text.rounds]
     tried = [
         sum(r.proposed > j and r.accepted >= j for t in texts for r in t.rounds) for j in range(k)
     ]
@@ -199,7 +200,7 @@ def _decoded(
         alpha=[a / r if r else None for a, r in zip(accepted, tried, strict=True)],
         tokens=sum(len(t.tokens) - 1 for t in texts),
         passes=passes,
-        histogram=histogram(texts, k),
+        histogram=[taken.count(m) for m in range(k + 1)],
         by_prompt=[{"tokens": len(t.tokens), "passes": len(t.rounds)} for t in texts],
         tokens_per_s=speed,
         baseline_tokens_per_s=base,
@@ -263,12 +264,6 @@ def read_decoded(
         batch = batch_of(pairs, sampler).to(target.device)
         out.append(target.read(batch, drafter.taps))
     return out
-
-
-def histogram(texts: Sequence[Text], k: int) -> list[int]:
-    """(k + 1,): verify passes that accepted 0, 1, .. k drafts."""
-    accepted = [r.accepted for text in texts for r in text.rounds]
-    return [accepted.count(m) for m in range(k + 1)]
 
 
 def count_parameters(drafter: Drafter) -> int:

@@ -96,8 +96,8 @@ class Parity:
         }
 
 
-def counts(texts: Sequence[Text], k: int) -> list[int]:
-    """[passes, accepted at depth 0, 1, .. k-1] that the decoder counted."""
+def counts(texts: Sequence[Text | TreeWalk], k: int) -> list[int]:
+    """[passes, accepted at depth 0, 1, .. k-1] that the decoder, or a walk, counted."""
     rounds = [r for text in texts for r in text.rounds]
     return [len(rounds), *(sum(r.accepted > j for r in rounds) for j in range(k))]
 
@@ -135,8 +135,7 @@ def compare_trees(texts: Sequence[Text], walks: Sequence[TreeWalk], k: int) -> P
     A split is a tie where the walk's choice of nodes was within TIE of another one.
     """
     counted = counts(texts, k)
-    rounds = [r for walk in walks for r in walk.rounds]
-    expected = [float(len(rounds)), *(float(sum(r.accepted > j for r in rounds)) for j in range(k))]
+    expected = [float(count) for count in counts(walks, k)]
     found: list[Split | None] = []
     for i, (text, walk) in enumerate(zip(texts, walks, strict=True)):
         parted = first_difference(text.rounds, walk.rounds)

@@ -109,7 +109,10 @@ def compare(
         cut=sum(n > 0 for n in over),
         past_end=sum(max(n - 1, 0) for n in over),
         greedy=not greedy.splits and chance < SELDOM,
-        splits=[i for i, answer in enumerate(answers) if not _possible(answer, over[i], k)],
+        splits=[
+            i for i, (answer, past) in enumerate(zip(answers, over, strict=True))
+            if not 0 <= past <= k or answer.counted.drafted != k * answer.counted.drafts
+        ],
     )  # fmt: skip
 
 
@@ -117,11 +120,6 @@ def _past_limit(answer: Answer) -> int:
     """Tokens that the last round emitted past the answer's limit."""
     counted = answer.counted
     return counted.drafts + sum(counted.accepted) - (len(answer.tokens) - 1)
-
-
-def _possible(answer: Answer, over: int, k: int) -> bool:
-    counted = answer.counted
-    return 0 <= over <= k and counted.drafted == k * counted.drafts
 
 
 def _chance(text: TextRatios, k: int, passes: int) -> float:

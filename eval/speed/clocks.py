@@ -127,11 +127,8 @@ def take_turn(
 ) -> Turn:
     """`decoder.generate`, timed round by round. progress is called with each round's new tokens."""
     rounds: list[Clock] = []
-    prefill = 0.0
 
     def mark(new: int) -> None:
-        nonlocal prefill
-        prefill += decoder.clock.prefill
         rounds.append(decoder.clock)
         decoder.clock = Clock()
         progress(new)
@@ -140,7 +137,7 @@ def take_turn(
     began = time.perf_counter()
     texts = decoder.generate(prompts, sampler, max_new_tokens, progress=mark, **more)
     wall = time.perf_counter() - began
-    return Turn(texts, rounds, prefill + decoder.clock.prefill, wall)
+    return Turn(texts, rounds, sum(c.prefill for c in [*rounds, decoder.clock]), wall)
 
 
 def in_turns(

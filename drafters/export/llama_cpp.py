@@ -119,20 +119,16 @@ def _file(
     def write(drafter: D, folder: Path, serving: Serving) -> None:
         writer = gguf.GGUFWriter(folder / FILE, architecture(drafter))
         fill(writer, drafter, serving)
-        _copy_tokenizer(writer, serving)
+        for key, found in gguf.GGUFReader(str(serving.target_gguf)).fields.items():
+            if key.startswith("tokenizer.") and len(found.data):
+                kind, *inner = found.types
+                writer.add_key_value(key, found.contents(), kind, *inner[-1:])
         with closing(writer):  # the first of these opens the file
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_tensors_to_file()
 
     return write
-
-
-def _copy_tokenizer(writer: gguf.GGUFWriter, serving: Serving) -> None:
-    for key, found in gguf.GGUFReader(str(serving.target_gguf)).fields.items():
-        if key.startswith("tokenizer.") and len(found.data):
-            kind, *inner = found.types
-            writer.add_key_value(key, found.contents(), kind, *inner[-1:])
 
 
 def _write_shape(writer: gguf.GGUFWriter, config: dict[str, Any], dtype: torch.dtype) -> None:

@@ -50,6 +50,8 @@ class BlockConfig(BaseModel):
         """The shape of the target's own layers, for whatever its family names them."""
         heads = config.num_attention_heads
         hidden = config.hidden_size
+        rope = getattr(config, "rope_parameters", None) or {}
+        theta = rope.get("full_attention", rope).get("rope_theta")  # by layer type: Gemma-3
         return cls(
             hidden_size=hidden,
             intermediate_size=getattr(config, "intermediate_size", None) or 4 * hidden,
@@ -57,7 +59,7 @@ class BlockConfig(BaseModel):
             num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or hidden // heads,
             rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
-            rope_theta=_rope_theta(config),
+            rope_theta=float(theta or getattr(config, "rope_theta", None) or 10000.0),
         )
 
     @classmethod
@@ -80,13 +82,6 @@ class BlockConfig(BaseModel):
 Block = Annotated[
     BlockConfig | None, Field(description="The layer's shape; default: the target's layers'.")
 ]
-
-
-def _rope_theta(config: Any) -> float:
-    """The base of the target's RoPE: flat, or per layer type (Gemma-3); 10000 where it has none."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)
-    return float(rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
 
 
 class RMSNorm(nn.Module):

@@ -80,7 +80,10 @@ class Ends(nn.Module):
         row of a batch at once, and a block across it is not what decoding one by one computes.
         """
         longest = getattr(self.config, "max_position_embeddings", None) or 1 << 30
-        for rope in _ropes(self.config):
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        # One for the model, or one for each type of layer.
+        ropes = [rope] if "rope_type" in rope else [v for v in rope.values() if isinstance(v, dict)]
+        for rope in ropes:
             if rope.get("rope_type") == "longrope":
                 longest = min(longest, rope.get("original_max_position_embeddings") or longest)
         return longest
@@ -223,9 +226,3 @@ def cut(config: Any, layers: Sequence[int]) -> Any:
             setattr(text, name, [value[i] for i in layers])
     text.num_hidden_layers = len(layers)
     return config
-
-
-def _ropes(config: Any) -> list[dict[str, Any]]:
-    """The rope settings of a config: one, or one for each type of layer."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return [rope] if "rope_type" in rope else [v for v in rope.values() if isinstance(v, dict)]

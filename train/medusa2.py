@@ -40,7 +40,6 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.train import disk, watch
 from draftsmith.train.learner import Learner
 from draftsmith.train.lora import TargetAdapters
-from draftsmith.train.objective.objective import backward
 from draftsmith.train.objective.weights import Sums
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples.samples import Samples
@@ -132,22 +131,17 @@ class Medusa2(Learner):
         """
         if self.step < self.first:
             return super()._micro(batch, alignment, noise, total)
-        recipe, target, old = self.recipe, self.target, batch.final
+        target, old = self.target, batch.final
         with self.accelerator.autocast():
             target.read(batch, TAPS, grad=True)
             new, normed = batch.final, batch.features["normed"]
             assert old is not None and new is not None
             batch.final = new.detach()
             leaf = batch.features["normed"] = normed.detach().requires_grad_()
-            sums = backward(
-                self.drafter, batch, alignment, self.objective, total, recipe.chunk, self.running,
-                noise,
-            )  # fmt: skip
+            sums = super()._micro(batch, alignment, noise, total)
             _, slope = divergence(target, old, new, next_made(batch), self._rows)
-        if not math.isfinite(sums.loss):
-            watch.check_finite(self.step + 1, watch.inputs(self.drafter, batch))
         pull = torch.zeros_like(normed) if leaf.grad is None else leaf.grad
-        torch.autograd.backward([new, normed], [slope / total, recipe.adapt_weight * pull])
+        torch.autograd.backward([new, normed], [slope / total, self.recipe.adapt_weight * pull])
         return sums
 
     # ------------------------------------------------------------ how far the target moved

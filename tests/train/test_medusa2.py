@@ -179,7 +179,7 @@ def _heads_learn_the_old_law(patch: pytest.MonkeyPatch) -> None:
         return objective.backward(drafter, replace(batch, final=before[-1]), *rest)
 
     patch.setattr(Target, "read", remember)
-    patch.setattr(medusa2, "backward", wrong)
+    patch.setattr("draftsmith.train.learner.backward", wrong)
 
 
 def _the_old_target_is_adapted_too(patch: pytest.MonkeyPatch) -> None:

@@ -66,29 +66,26 @@ def text_steps(fixture: Fixture) -> NamedChecks:
         policy: Policy,
         sampler: Sampler,
         rows: list[int],
-    ) -> Callable[[], CheckResult]:
-        def step() -> CheckResult:
-            texts = fixture.decode(drafter(), policy, sampler, rows, name)
-            return own_text(fixture, texts, rows, sampler)
-
-        return step
+    ) -> CheckResult:
+        texts = fixture.decode(drafter(), policy, sampler, rows, name)
+        return own_text(fixture, texts, rows, sampler)
 
     for sampler in (GREEDY, WARM):
-        step = check(lambda: None, "baseline", Policy(1), sampler, fixture.all)
+        step = partial(check, lambda: None, "baseline", Policy(1), sampler, fixture.all)
         yield f"baseline, T={sampler.temperature:g}: transformers' text", step
         for rows in ([1], fixture.all):
             for policy in shapes:
                 name = f"{policy}, T={sampler.temperature:g}, batch {len(rows)}, rehearsed"
-                step = check(partial(rehearsed_for, sampler), "rehearsed", policy, sampler, rows)
+                known = partial(rehearsed_for, sampler)
+                step = partial(check, known, "rehearsed", policy, sampler, rows)
                 yield f"{name}: transformers' text", step
         for name, drafter in fixture.drafters.items():
             for policy in fixture.policies(drafter):
                 if policy.sampled and not (sampler.greedy or drafter.deterministic):
                     continue  # its drafts are drawn: the law is the target's, the tokens are not
                 label = f"{policy}, T={sampler.temperature:g}, batch {len(fixture.prompts)}, {name}"
-                step = check(
-                    partial(fixture.drafters.get, name), name, policy, sampler, fixture.all
-                )
+                drafts = partial(fixture.drafters.get, name)
+                step = partial(check, drafts, name, policy, sampler, fixture.all)
                 yield f"{label}: transformers' text", step
     yield "a text that ends inside a block", lambda: _ends_inside(fixture, rehearsed_for)
 
@@ -142,13 +139,6 @@ def _unlike_keyed(
     return place, max(low - u, u - float(mass[token]), 0.0)
 
 
-def _inside(text: Text) -> list[int]:
-    """Places in text.tokens of accepted drafts, which more of their own round follows."""
-    first = len(text.prompt)
-    places = [r.anchor + 2 + j - first for r in text.rounds for j in range(r.accepted)]
-    return [i for i in places if i + 1 < len(text.tokens)]
-
-
 def _ends_inside(fixture: Fixture, rehearsed_for: Callable[[Sampler], Drafter]) -> CheckResult:
     """An accepted draft becomes an end token: nothing after it may be kept."""
     tried = []
@@ -179,8 +169,10 @@ def _first_inside(
     for sampler in (GREEDY, WARM):
         texts = fixture.decode(rehearsed_for(sampler), policy, sampler, fixture.all, "rehearsed")
         for row, text in enumerate(texts):
-            for i in _inside(text):
-                if text.tokens[i] not in text.tokens[:i]:
+            first = len(text.prompt)
+            for i in (r.anchor + 2 + j - first for r in text.rounds for j in range(r.accepted)):
+                # More of its own round follows.
+                if i + 1 < len(text.tokens) and text.tokens[i] not in text.tokens[:i]:
                     return sampler, row, text.tokens, i
     return None
 

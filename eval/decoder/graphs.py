@@ -65,7 +65,9 @@ class Graphs:
         self._view = self.rounds.slab.view(self.rounds.slots)
         if self._seen[self._view] >= WARM_UP and self._view not in self.pairs and not self._off:
             try:
-                self.pairs[self._view] = self._captured()
+                draft = capture(self.rounds.draft, self._pool)
+                judge = capture(self.rounds.judge, self._pool)  # reads tensors that draft makes
+                self.pairs[self._view] = _Pair(draft, judge, self.rounds.report)
             except RuntimeError as error:
                 self._off = True
                 line = str(error).strip().splitlines()[0]
@@ -81,9 +83,3 @@ class Graphs:
             return pair.report
         self._seen[self._view] += 1
         return self.rounds.judge()
-
-    def _captured(self) -> _Pair:
-        """Both halves, in order: the second reads the tensors that the first one makes."""
-        draft = capture(self.rounds.draft, self._pool)
-        judge = capture(self.rounds.judge, self._pool)
-        return _Pair(draft, judge, self.rounds.report)

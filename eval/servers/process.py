@@ -67,13 +67,6 @@ def installed(server: str, inside: str) -> Path:
     return path
 
 
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @contextmanager
 def started(
     command: Callable[[int], Sequence[str]],
@@ -86,7 +79,9 @@ def started(
     environment is added to our own. Raises UserError where the program is missing, dies, or is not
     healthy after `timeout` seconds.
     """
-    port = free_port()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]  # which nobody listens on
     words = list(command(port))
     with _terminable(), log.open("wb") as out:
         try:

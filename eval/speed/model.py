@@ -19,8 +19,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.policy import Policy
@@ -160,15 +158,11 @@ def typical(clocks: Sequence[Clock], part: str) -> float:
 
 def timed_in(target: Target) -> str:
     """Which dtype its speed is measured in; where `load` would choose another, what times that."""
-    text = f"Timed in {_name(target.dtype)}"
+    name, own = (str(dtype).removeprefix("torch.") for dtype in (target.dtype, target.own_dtype))
+    text = f"Timed in {name}"
     if target.device.type == "cpu" or target.own_dtype == target.dtype:
         return f"{text}."
-    own = _name(target.own_dtype)
     return f"{text}, as parity needs it; `draftsmith bench` times {own}, the checkpoint's own."
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _rounds(

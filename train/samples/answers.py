@@ -207,18 +207,12 @@ def _hold(
 ) -> list[dict[str, Any]]:
     """One conversation, turn by turn: its rows."""
     while True:
+        digest = hashlib.sha256(f"{seed} {talk.index} {talk.turn}".encode()).digest()
+        own_seed = int.from_bytes(digest[:4], "big") >> 1  # 31 bits: what every server takes
         try:
-            answer = endpoint.answer(
-                talk.ids, sampler, max_new_tokens, _request_seed(seed, talk.index, talk.turn)
-            )
+            answer = endpoint.answer(talk.ids, sampler, max_new_tokens, own_seed)
         except Unusable as error:
             return talk.give_up(error.reason)
         talk.take(*answer)
         if not talk.ask(max_new_tokens):
             return talk.rows()
-
-
-def _request_seed(seed: int, index: int, turn: int) -> int:
-    """31 bits: what every server takes."""
-    digest = hashlib.sha256(f"{seed} {index} {turn}".encode()).digest()
-    return int.from_bytes(digest[:4], "big") >> 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -43,12 +41,10 @@ def answered(
 
     Raises UserError where no answer is long enough to take a verify pass.
     """
-    content = json.dumps(
-        [[p.key for p in prompts], target.identity()["revision"], asdict(sampler)]
-        + [max_new_tokens, seed]
-    )
+    asked = [[p.key for p in prompts], target.identity()["revision"], asdict(sampler)]
+    digest = store.digest([*asked, max_new_tokens, seed])
     name = slug(f"{Path(target.source.spec).name} {label(sampler)}")
-    place = folder / f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
+    place = folder / f"{name}-{digest[:8]}"
     samples = generate(target, prompts, sampler, max_new_tokens, place, seed=seed)
     texts, domains = [], []
     for sample in (samples[i] for i in range(len(samples))):

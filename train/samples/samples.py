@@ -164,9 +164,11 @@ class Samples:
         except UserError as error:
             fault = str(error)
         if fault:
+            settings = asdict(self.sampler).items()
+            drawn_at = ", ".join(f"{name} {value:g}" for name, value in settings)
             raise UserError(
                 f"samples {self.folder}: {fault}; they are not this target's own at "
-                f"{_words(self.sampler)}: name the sampler they were drawn at, sample again, or "
+                f"{drawn_at}: name the sampler they were drawn at, sample again, or "
                 "import them with foreign=True"
             )
         log.info("samples %s: audit passed: %s", self.folder, found)
@@ -174,10 +176,6 @@ class Samples:
 
 def dtype_name(target: Target) -> str:
     return str(target.dtype).removeprefix("torch.")
-
-
-def _words(sampler: Sampler) -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in asdict(sampler).items())
 
 
 def _check_target(folder: Path, theirs: dict[str, Any], target: Target) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jinja2 import Environment, TemplateError, meta
@@ -47,15 +47,12 @@ def encode_fitting(
 
     They are counted in a warning. Raises UserError where none is left.
     """
-    check_template(prompts, target)
-    chat = any(p.messages is not None for p in prompts)
-    reads = names_read(target.tokenizer) if chat else set()
-    control = control_tokens(target.tokenizer)
+    check = misfit(prompts, target)
     out: list[list[int]] = []
     skipped = Skips()
     for i, prompt in enumerate(prompts):
         try:
-            misfit(prompt, target, reads, control)
+            check(prompt)
             ids = opening(prompt, target)
             if len(ids) + max_new_tokens > target.max_positions:
                 raise Unusable(
@@ -135,20 +132,26 @@ def names_read(tokenizer: Any) -> set[str]:
         raise UserError(f"chat template of the tokenizer: is no Jinja ({line}); mend it") from None
 
 
-def misfit(prompt: Prompt, target: Shell, reads: set[str], control: re.Pattern[str]) -> None:
-    """Raises Unusable for what the template would leave out, or mistake for its own marks.
-
-    reads, control: `names_read` and `control_tokens` of the tokenizer.
-    """
-    for name in prompt.template:
-        if name not in reads:
-            raise Unusable(f"{name}, which the chat template does not read")
+def misfit(prompts: Sequence[Prompt], target: Shell) -> Callable[[Prompt], None]:
+    """A check of each prompt, which raises Unusable for what the template would leave out, or
+    mistake for its own marks. Raises UserError as `check_template` and `names_read` do."""
+    check_template(prompts, target)
+    chat = any(p.messages is not None for p in prompts)
+    reads = names_read(target.tokenizer) if chat else set()
+    control = control_tokens(target.tokenizer)
     template = str(target.tokenizer.chat_template)
-    for message in (m for step in (prompt.messages or (), *prompt.later) for m in step):
-        if message.get("tool_calls") and "tool_calls" not in template:
-            raise Unusable("tool calls, which the chat template does not read")
-        if found := control.search(message["content"]):
-            raise Unusable("text that holds the target's own control tokens", found.group())
+
+    def check(prompt: Prompt) -> None:
+        for name in prompt.template:
+            if name not in reads:
+                raise Unusable(f"{name}, which the chat template does not read")
+        for message in (m for step in (prompt.messages or (), *prompt.later) for m in step):
+            if message.get("tool_calls") and "tool_calls" not in template:
+                raise Unusable("tool calls, which the chat template does not read")
+            if found := control.search(message["content"]):
+                raise Unusable("text that holds the target's own control tokens", found.group())
+
+    return check
 
 
 def control_tokens(tokenizer: Any) -> re.Pattern[str]:

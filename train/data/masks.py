@@ -15,14 +15,7 @@ from typing import Any
 
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.shell import Shell
-from draftsmith.train.data.chat_template import (
-    check_template,
-    control_tokens,
-    encoded,
-    misfit,
-    names_read,
-    rendered,
-)
+from draftsmith.train.data.chat_template import encoded, misfit, rendered
 from draftsmith.train.data.prompts import Messages, Prompt, Skips, Unusable
 
 Masked = tuple[list[int], list[bool]]  # token ids, and whether each is learned from
@@ -35,12 +28,10 @@ def given_rows(
 
     say: prints a line about what was skipped. Raises UserError where nothing is left.
     """
-    check_template(prompts, target)
-    reads, control = names_read(target.tokenizer), control_tokens(target.tokenizer)
-    skipped = Skips()
+    check, skipped = misfit(prompts, target), Skips()
     for number, prompt in enumerate(prompts):
         try:
-            misfit(prompt, target, reads, control)
+            check(prompt)
             rows = masked(prompt, target)
         except Unusable as error:
             skipped.add(error.reason, f"conversation {number}", error.detail)

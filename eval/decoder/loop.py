@@ -187,9 +187,8 @@ class Decoder:
             rows = torch.tensor([i for i, on in enumerate(writing) if on], device=rounds.ids.device)
             rounds.keep(rows)
             live = [text for text in live if not text.finish]
-        else:
-            if writing != [True] * len(live):
-                rounds.active.copy_(torch.tensor(writing))
+        elif writing != [True] * len(live):
+            rounds.active.copy_(torch.tensor(writing))
         committed = (len(t.prompt) + len(t.tokens) - 1 for t in live if not t.finish)
         # A drafter's cache grows within a proposal too.
         rounds.bound(max(committed, default=0) + rounds.slots)

@@ -78,24 +78,27 @@ class Endpoint:
         """
         url, name, kind = identify(url, model)
         out = cls(url, name, kind, target, concurrency)
-        out._probe()
-        return out
-
-    def _probe(self) -> None:
-        prompt = list(self.target.tokenizer("Hello").input_ids)
+        prompt = list(target.tokenizer("Hello").input_ids)
         try:
-            reply = self._ask(prompt, Sampler(0.0), 1, 0, PROBE_TIMEOUT)
-            self.ids = self._drawn(reply) is not None
+            reply = out._ask(prompt, Sampler(0.0), 1, 0, PROBE_TIMEOUT)
+            out.ids = out._drawn(reply) is not None
         except Refused as error:
             raise UserError(
-                f"server {self.url}: refuses a prompt of token ids ({error}); {error.hint}"
+                f"server {url}: refuses a prompt of token ids ({error}); {error.hint}"
             ) from None
         except (Failed, KeyError, IndexError, TypeError, ValueError) as error:
             line = " ".join(str(error).split()) or type(error).__name__
             raise UserError(
-                f"server {self.url}: its first answer cannot be used ({line}); see its log"
+                f"server {url}: its first answer cannot be used ({line}); see its log"
             ) from None
-        self._check_prompt(reply, prompt)
+        # Some put tokens of their own before the prompt.
+        read = reply.get("tokens_evaluated", (reply.get("usage") or {}).get("prompt_tokens"))
+        if read is not None and read != len(prompt):
+            raise UserError(
+                f"server {url}: read {read} tokens where the prompt has {len(prompt)}: it adds "
+                "some of its own; start it so that prompts of token ids stay as they are"
+            )
+        return out
 
     def __str__(self) -> str:
         how = "returns token ids" if self.ids else "returns text only, which is encoded again"
@@ -246,15 +249,6 @@ class Endpoint:
         if not same or counted not in {len(ids), len(ids) + (finish == "stop")}:
             raise Unusable("an answer that encodes to other tokens than were drawn")
         return ids
-
-    def _check_prompt(self, reply: dict[str, Any], prompt: Sequence[int]) -> None:
-        """Raises UserError where the server put tokens of its own before the prompt."""
-        read = reply.get("tokens_evaluated", (reply.get("usage") or {}).get("prompt_tokens"))
-        if read is not None and read != len(prompt):
-            raise UserError(
-                f"server {self.url}: read {read} tokens where the prompt has {len(prompt)}: it "
-                "adds some of its own; start it so that prompts of token ids stay as they are"
-            )
 
 
 def identify(url: str, model: str | None = None) -> tuple[str, str, str]:

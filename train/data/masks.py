@@ -53,7 +53,8 @@ def masked(prompt: Prompt, target: Shell) -> list[Masked]:
     messages = prompt.messages or ()
     first = next(i for i, m in enumerate(messages) if m["role"] == "user")
     answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i > first]
-    if has_tags(target.tokenizer):
+    # Generation tags mark what the assistant says.
+    if re.search(r"\{%-?\s*generation\s*-?%\}", str(target.tokenizer.chat_template)):
         rows = [_tagged(prompt, target, [messages[i] for i in answers])]
     else:
         rows = _by_prefix(prompt, target, messages, answers)
@@ -61,11 +62,6 @@ def masked(prompt: Prompt, target: Shell) -> list[Masked]:
     if longest > target.max_positions:
         raise Unusable(f"too long for the target's {target.max_positions} positions", str(longest))
     return rows
-
-
-def has_tags(tokenizer: Any) -> bool:
-    """Whether the chat template marks what the assistant says."""
-    return bool(re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)))
 
 
 def _tagged(prompt: Prompt, target: Shell, answers: list[dict[str, Any]]) -> Masked:

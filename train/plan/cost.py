@@ -204,7 +204,7 @@ def _pass(
     if outline.adapted:  # the target's forward, without and with adapters, and its states' gradient
         work *= 1 + (2 * (1 - recipe.adapt_after) if backward else 2)
     uses = outline.uses(depths)
-    body = 2 * uses * outline.drafter_body
+    body = 2 * uses * sum(m.weight.numel() for m in outline.body)
     if outline.anchors_only:  # and what most weights read is frozen: no gradient goes through them
         work += (passes - backward) * compared * body
     else:
@@ -261,16 +261,13 @@ class Pace:
 
     def _time(self, run: Callable[[], object]) -> float:
         """Seconds of one run, the median of as many as fit the time set for it."""
+        wait = torch.cuda.synchronize if self.device.type == "cuda" else lambda device: None
         run()  # warm-up
         taken: list[float] = []
         while sum(taken) < _SECONDS or len(taken) < 3:
-            self._wait()
+            wait(self.device)
             began = time.perf_counter()
             run()
-            self._wait()
+            wait(self.device)
             taken.append(time.perf_counter() - began)
         return sorted(taken)[len(taken) // 2]
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)

@@ -101,11 +101,6 @@ class Outline:
                 f"set depths: {longest}, or change the drafter"
             )
 
-    @property
-    def drafter_body(self) -> int:
-        """Weights that a drafted token passes, the head's apart."""
-        return sum(m.weight.numel() for m in self.body)
-
     def uses(self, depths: int) -> int:
         """How often a row passes each of those: once, where every depth has weights of its own."""
         return 1 if self.drafter.weights_per_depth else depths

@@ -59,7 +59,7 @@ def plan(
     learned, count = cost.read(recipe, texts, processes), len(texts.lengths)
     once = texts.epoch(recipe.length) * max(count - recipe.heldout, 1) / count
     return Plan(
-        _name(device),
+        torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         processes,
         outline.target_size,
         outline.trained,
@@ -119,10 +119,6 @@ def _free_memory(device: str, all_devices: bool = False) -> int:
     if limit.is_file() and (most := limit.read_text().strip()).isdigit():
         free = min(free, int(most) - int(used.read_text()))
     return free + psutil.Process().memory_info().rss
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
 
 
 def table(made: Plan) -> Sequence[tuple[str, str, str]]:

@@ -176,12 +176,9 @@ class Ends(nn.Module):
 
 
 class CausalLM(Ends):
-    """A model with its layers.
+    """A model with its layers."""
 
-    trees: whether it is read through our attention and the slab (a `Target` finds out).
-    """
-
-    trees = True
+    trees = True  # it is read through our attention and the slab (a `Target` finds out)
 
     @property
     def layers(self) -> nn.ModuleList:

@@ -72,15 +72,9 @@ def result(figure: str, clock: Mapping[str, Any]) -> str:
 
 def worst(*found: Steadiness) -> Steadiness:
     """The larger spread of either side, unknown ones above all, and the fewest turns."""
-
-    def larger(spreads: list[float | None]) -> float | None:
-        return None if None in spreads else max(s for s in spreads if s is not None)
-
-    return Steadiness(
-        min(one.turns for one in found),
-        larger([one.baseline_spread for one in found]),
-        larger([one.drafter_spread for one in found]),
-    )
+    sides = zip(*((one.baseline_spread, one.drafter_spread) for one in found), strict=True)
+    larger = [None if None in side else max(s for s in side if s is not None) for side in sides]
+    return Steadiness(min(one.turns for one in found), *larger)
 
 
 def spread(turns: Sequence[tuple[float, float]]) -> float | None:

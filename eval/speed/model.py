@@ -211,12 +211,7 @@ class Drafting:
 
 
 def verdict(costs: Costs, drafting: Drafting) -> str:
-    """Whether speculation pays on this device; where it does not, why, each cause with its size.
-
-    Named are a drafter that would pay if it cost nothing, verify passes slower than a step, a tau
-    below the break-even, fewer tokens learned from than trained parameters, and held-out text so
-    short that the interval of tau holds the break-even. Costs of a busy machine allow no verdict.
-    """
+    """Whether speculation pays on this device; where it does not, why, each cause with its size."""
     if costs.clock.busy:
         return costs.clock.note
     tau = drafting.tau_by_k

@@ -136,7 +136,8 @@ def prompts_of(
     for place, row in islice(rows, reading.limit):
         try:
             if isinstance(row, Fault):
-                raise Unusable(*_split(row.problem))
+                reason, _, detail = row.problem.partition(" (")  # "not JSON (at column 1)"
+                raise Unusable(reason, detail.removesuffix(")"))
             column = column or find_column(row)
             if column is None or row.get(column) is None:
                 has = ", ".join(map(str, row)) or "nothing"
@@ -166,12 +167,6 @@ def _turns(prompt: Prompt, given: bool) -> int:
     """Answers that are asked for, or stand there."""
     said = [m for m in prompt.messages or () if given and m["role"] == "assistant"]
     return len(said) if given else 1 + len(prompt.later)
-
-
-def _split(problem: str) -> tuple[str, str]:
-    """Reason and detail of "not JSON (Expecting value at column 1)"."""
-    reason, _, detail = problem.partition(" (")
-    return reason, detail.removesuffix(")")
 
 
 def with_template(prompt: Prompt, template: dict[str, Any]) -> Prompt:

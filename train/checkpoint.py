@@ -48,7 +48,23 @@ def claimed(recipe: Recipe) -> Iterator[None]:
     taken = f"{folder}: another process is training there; wait for it, or give another name"
     unwritable = f"{folder}: cannot be written ({{reason}}); change runs"
     with disk.locked(folder, taken, unwritable):
-        _claim(recipe)
+        path = folder / "recipe.yaml"
+        if path.is_file() and steps(folder):
+            # Parsed, so that keys which were not known then have their defaults.
+            before = _deciding(parse(yaml.safe_load(path.read_text()), str(path)))
+            now = _deciding(recipe)
+            differ = [k for k in sorted(before | now) if before.get(k) != now.get(k)]
+            for key in differ:
+                raise UserError(
+                    f"{folder}: holds another run ({key}: {before.get(key)} there, {now.get(key)} "
+                    "here); give this one another name"
+                )
+        else:
+            # Without a checkpoint only samples are worth keeping, and they check themselves.
+            own = {"recipe.yaml", "metrics.jsonl", "samples", *trackers.FOLDERS}
+            if any(p.name not in own for p in folder.iterdir() if p.name[0] != "."):
+                raise UserError(f"{folder}: not empty and no run of draftsmith; give another name")
+            disk.write(path, yaml.safe_dump(recipe.flat(), sort_keys=False))
         yield
 
 
@@ -60,29 +76,6 @@ def check_idle(folder: Path) -> None:
     )
     with disk.locked(folder, taken, f"{folder}: cannot be written ({{reason}}); copy the run"):
         pass
-
-
-def _claim(recipe: Recipe) -> None:
-    folder = recipe.folder
-    path = folder / "recipe.yaml"
-    if path.is_file() and steps(folder):
-        # Parsed, so that keys which were not known then have their defaults.
-        before = _deciding(parse(yaml.safe_load(path.read_text()), str(path)))
-        now = _deciding(recipe)
-        keys = sorted(before.keys() | now.keys())
-        differ = [key for key in keys if before.get(key) != now.get(key)]
-        if differ:
-            key = differ[0]
-            raise UserError(
-                f"{folder}: holds another run ({key}: {before.get(key)} there, {now.get(key)} "
-                "here); give this one another name"
-            )
-        return
-    # Without a checkpoint only samples are worth keeping, and they check themselves.
-    own = {"recipe.yaml", "metrics.jsonl", "samples", *trackers.FOLDERS}
-    if any(p.name not in own for p in folder.iterdir() if p.name[0] != "."):
-        raise UserError(f"{folder}: not empty and no run of draftsmith; give another name")
-    disk.write(path, yaml.safe_dump(recipe.flat(), sort_keys=False))
 
 
 def _deciding(recipe: Recipe) -> dict[str, Any]:

@@ -91,8 +91,10 @@ def audit(
                 logits = target.head(batch.final[r, t - 1]).float()  # (size, V)
             token = batch.tokens[r, t]
             total.tokens += len(r)
-            if sampler.greedy:
-                total.wrong += int(_not_argmax(logits, token, tolerance).sum())
+            if sampler.greedy:  # within the tolerance of the best is a tie, broken by rounding
+                own = logits.gather(1, token[:, None])[:, 0]
+                wrong = (argmax(logits) != token) & (own < logits.amax(1) - tolerance)
+                total.wrong += int(wrong.sum())
                 continue
             scaled = logits / sampler.temperature
             out = scaled.gather(1, token[:, None])[:, 0] < _floor(scaled, sampler, tolerance)
@@ -116,12 +118,6 @@ def _groups(texts: Sequence[Text]) -> list[list[Text]]:
             out.append([])
         out[-1].append(text)
     return out
-
-
-def _not_argmax(logits: Tensor, token: Tensor, tolerance: float) -> Tensor:
-    """(n,) bool; a token within the tolerance of the best is a tie, broken by rounding."""
-    own = logits.gather(1, token[:, None])[:, 0]
-    return (argmax(logits) != token) & (own < logits.amax(1) - tolerance)
 
 
 def _floor(scaled: Tensor, sampler: Sampler, tolerance: float) -> Tensor:

@@ -72,9 +72,8 @@ class DrafterState:
     """What a drafter keeps between calls about the requests it drafts for: a dataclass.
 
     A field is a tensor that starts at 0, a slab, the state of another drafter, or a plain value
-    with a default.
-
-    Everything changes in place: a captured graph goes on reading the tensors that it has seen.
+    with a default. Everything changes in place: a captured graph goes on reading the tensors that
+    it has seen.
     """
 
     def __post_init__(self) -> None:

@@ -95,7 +95,6 @@ class Medusa2(Learner):
         return Source(str(self.place), str(self.place), revision, "folder")
 
     def _optimizer(self) -> tuple[torch.optim.AdamW, LambdaLR]:
-        """As the heads' own, and with the adapters, which are made here."""
         recipe = self.recipe
         self.adapters = TargetAdapters(self.target, recipe.adapt or 0)
         groups = [

@@ -1,7 +1,6 @@
 """GGUF files as models: found, dequantised to fp32 once, kept as a safetensors folder.
 
-The folder lies under DRAFTSMITH_CACHE (default ~/.cache/draftsmith). Imports of torch and
-transformers take seconds and wait until a file is really converted.
+The folder lies under DRAFTSMITH_CACHE (default ~/.cache/draftsmith).
 """
 
 import glob

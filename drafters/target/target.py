@@ -158,7 +158,6 @@ class Target(CausalLM, Shell):
         return rows * capacity * self._slot_bytes + logits
 
     def forward(self, tokens: Tensor, step: Step, taps: Sequence[Tap] = ()) -> TargetOutput:
-        """Runs tokens (B, T) as `step` says and returns the pre-norm state and the taps."""
         if self.trees:
             return super().forward(tokens, step, taps)
         caches = step.slab.rows if isinstance(step.slab, ChainCache) else [None] * len(tokens)

@@ -265,10 +265,8 @@ def replay(
 ) -> dict[int, ReplayResult]:
     """Replay of chains at every draft length 1..k over batches the target has read.
 
-    block: under block verification, instead of token by token.
-
-    One unroll serves all lengths where a depth does not depend on k; other families unroll per k.
-    A batch that is read when it is drafted for is dropped before the next one is.
+    block: under block verification, instead of token by token. A batch that is read when it is
+    drafted for is dropped before the next one is.
     """
     return replay_samplers(drafter, batches, k, [None], seed, block)[0]
 

@@ -69,7 +69,6 @@ class Counters:
     """What a server counted of its speculation between two readings.
 
     drafts: rounds that drafted. drafted: tokens in them. accepted: how often at each position.
-
     tokens: all that were generated. Of a server that does not speculate the first three are 0.
     """
 

@@ -138,7 +138,6 @@ def evaluate(
     deterministic = sampler.greedy or drafter.deterministic or not policy.sampled
     batches = read_decoded(target, drafter, texts, sampler)
     found = replay_of(drafter, batches, texts, policy, deterministic, seed)
-    answers = [text.tokens for text in texts]
     same = sum(a.texts[0].tokens == b.texts[0].tokens for a, b in zip(drafted, plain, strict=True))
     # Texts must be equal only where both draw the same noise: greedy, or the match rule.
     equal = same if deterministic else None
@@ -154,7 +153,7 @@ def evaluate(
         prompts=len(prompts),
         replay=found,
         by_domain=by_domain(found.parts, domains, k, seed) if found and domains else None,
-        repetitive=repetitive(found.parts, answers, k, seed) if found else None,
+        repetitive=repetitive(found.parts, [t.tokens for t in texts], k, seed) if found else None,
         decode=_decoded(drafted, plain, k, costs, equal),
         break_even_tau=break_even(costs, k) if costs.step else None,
         predicted_speedup=(

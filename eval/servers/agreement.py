@@ -94,8 +94,7 @@ def expected_rounds(
         if m == known:
             hidden = length - known
         root += 1 + m
-    tokens = last + 1
-    counted = Counters(drafts, drafted, tuple(accepted), tokens)
+    counted = Counters(drafts, drafted, tuple(accepted), last + 1)
     return ExpectedRounds(counted, passes, tried, hidden, ties)
 
 

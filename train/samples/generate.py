@@ -153,8 +153,7 @@ def _tell_unasked(talks: Sequence[Conversation]) -> None:
             unasked.add(talk.unasked, f"prompt {talk.index}")
     if unasked:
         log.warning("%d later turns were not asked: %s", len(unasked), unasked)
-    rewritten = sum(talk.rewritten for talk in talks)
-    if rewritten:
+    if rewritten := sum(talk.rewritten for talk in talks):
         log.warning(
             "the chat template writes earlier turns anew: %d turns became rows of their own",
             rewritten,

@@ -89,7 +89,6 @@ class Learner:
         return self.trained
 
     def _optimizer(self) -> tuple[torch.optim.AdamW, LambdaLR]:
-        """It, and the schedule of its rates."""
         recipe = self.recipe
         optimizer = torch.optim.AdamW(
             self.weights, lr=recipe.lr, betas=(0.9, 0.95), weight_decay=recipe.weight_decay

@@ -43,18 +43,17 @@ class Fixture:
     @torch.no_grad()
     def generate(self, row: int, eos: int | None = None) -> list[int]:
         """The greedy answer to a prompt by transformers' own generate, which is kept."""
-        if (row, eos) in self._generated:
-            return self._generated[row, eos]
-        ids = torch.tensor([self.prompts[row]], device=self.target.device)
-        out = self.theirs.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=self.tokens,
-            do_sample=False,
-            eos_token_id=[self.target.vocab_size if eos is None else eos],
-            pad_token_id=0,
-        )
-        self._generated[row, eos] = out[0, ids.shape[1] :].tolist()
+        if (row, eos) not in self._generated:
+            ids = torch.tensor([self.prompts[row]], device=self.target.device)
+            out = self.theirs.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=self.tokens,
+                do_sample=False,
+                eos_token_id=[self.target.vocab_size if eos is None else eos],
+                pad_token_id=0,
+            )
+            self._generated[row, eos] = out[0, ids.shape[1] :].tolist()
         return self._generated[row, eos]
 
     def decode(

@@ -54,7 +54,6 @@ class Sampled:
 
     @property
     def tau(self) -> float | None:
-        """Tokens per verify pass; those that prefill yields are not counted."""
         return tau(self.counted.tokens - self.answers, self.counted.drafts)
 
     @property

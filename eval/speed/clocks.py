@@ -61,7 +61,6 @@ class Steadiness:
         )
 
     def report(self) -> dict[str, Any]:
-        """JSON."""
         return asdict(self) | {"busy": self.busy, "note": self.note}
 
 

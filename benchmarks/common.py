@@ -23,7 +23,7 @@ from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.report.provenance import provenance
-from draftsmith.train.states import Computed
+from draftsmith.train.states.computed import Computed
 
 HERE = Path(__file__).resolve().parent
 

@@ -172,7 +172,7 @@ def training(check: Check) -> dict[str, Any]:
     """EAGLE-3 learns texts that the target wrote a moment ago: its loss must fall."""
     if importlib.util.find_spec("accelerate") is None:
         raise Skip("accelerate is not installed")
-    from draftsmith.train.objective.objective import Objective, backward, denominator
+    from draftsmith.train.objective.losses import Objective, backward, denominator
 
     drafter, batch = _lesson(check)
     objective, depths, steps = Objective(), 3, 6 if check.tiny else 40
@@ -201,7 +201,7 @@ def compiled(check: Check) -> dict[str, Any]:
         raise Skip("it is compiled on a GPU only")
     if importlib.util.find_spec("accelerate") is None:
         raise Skip("accelerate is not installed")
-    from draftsmith.train.objective.objective import Objective, backward
+    from draftsmith.train.objective.losses import Objective, backward
 
     drafter, batch = _lesson(check)
     trained = [p for p in drafter.parameters() if p.requires_grad]

@@ -32,7 +32,7 @@ def measure(T: int, chunk: int, size: int) -> float:
     from draftsmith.drafters.sampling import Sampler
     from draftsmith.drafters.target.attention import packed_step
     from draftsmith.drafters.target.causal_lm import CausalLM
-    from draftsmith.train.objective.objective import Objective, backward, denominator
+    from draftsmith.train.objective.losses import Objective, backward, denominator
 
     config = transformers.LlamaConfig(
         vocab_size=size, hidden_size=64, intermediate_size=128, num_hidden_layers=1,

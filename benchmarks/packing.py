@@ -24,7 +24,7 @@ from draftsmith.drafters.base import family
 from draftsmith.drafters.batch import Batch, align
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.target import Target
-from draftsmith.train.objective.objective import Objective, backward, denominator
+from draftsmith.train.objective.losses import Objective, backward, denominator
 from draftsmith.train.objective.weights import DepthWeights
 from draftsmith.train.samples.packing import Cursor, Stream, collate
 from draftsmith.train.samples.samples import Samples

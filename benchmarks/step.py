@@ -38,7 +38,7 @@ from common import HERE, cell, markdown
 from draftsmith.drafters.batch import Batch, align, batch_of
 from draftsmith.drafters.eagle import Eagle, EagleConfig
 from draftsmith.drafters.target.causal_lm import CausalLM
-from draftsmith.train.objective.objective import Objective, backward
+from draftsmith.train.objective.losses import Objective, backward
 from draftsmith.train.objective.weights import DepthWeights
 
 H, LAYERS, CHUNK, DECAY, SHARE = 576, 1, 256, 0.8, 0.42

@@ -34,7 +34,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.eval.overlap import row_stats
 from draftsmith.train import recipe
 from draftsmith.train.learner import Learner
-from draftsmith.train.objective import objective
+from draftsmith.train.objective import losses
 from draftsmith.train.samples.samples import Samples
 
 STEPS = 8
@@ -93,7 +93,7 @@ def profile(learner: Learner, steps: int) -> dict[str, Any]:
         (target, "head", "target head"),
         (drafter, "unroll", "draft layers forward"),
         (drafter, "logits", "draft head forward"),
-        (objective, "chunk_stats", "divergence"),
+        (losses, "chunk_stats", "divergence"),
         (row_stats._Stats, "backward", "its gradient"),
         (torch.Tensor, "backward", _backward),
         (learner.optimizer, "step", "optimizer"),

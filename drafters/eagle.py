@@ -23,7 +23,7 @@ from draftsmith.drafters.base import DrafterConfig, entry, register
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.parts.layers import Block, BlockConfig, RMSNorm, init_weights
 from draftsmith.drafters.parts.one_layer import OneLayer, OneLayerState
-from draftsmith.drafters.parts.reduced import DraftVocab, ReducedVocab, draft_size
+from draftsmith.drafters.parts.reduced_vocab import DraftVocab, ReducedVocab, draft_size
 from draftsmith.drafters.target.causal_lm import Tap
 from draftsmith.drafters.target.shell import Shell
 

@@ -101,7 +101,7 @@ class Purpose(IntEnum):
     ACCEPT = 2
     RESAMPLE = 3
     TARGET = 4
-    FEATURE = 5  # training's: see train/objective/objective.py
+    FEATURE = 5  # training's: see train/objective/losses.py
     ANCHOR = 6
 
 

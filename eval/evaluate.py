@@ -29,7 +29,7 @@ from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.text import Text
 from draftsmith.eval.report.provenance import provenance
 from draftsmith.eval.speed.clocks import Steadiness, Turn, in_turns, spread_of_rounds
-from draftsmith.eval.speed.model import Costs, break_even, speedup
+from draftsmith.eval.speed.speed_model import Costs, break_even, speedup
 
 Progress = Callable[[str, int, int], None]
 SIDES = ("speculative", "baseline")

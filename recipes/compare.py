@@ -30,7 +30,7 @@ from draftsmith.eval.acceptance.replay import replay, replay_report
 from draftsmith.eval.evaluate import count_parameters, evaluate, read_decoded
 from draftsmith.eval.report.provenance import provenance
 from draftsmith.eval.report.report import drafting_of, label
-from draftsmith.eval.speed import model
+from draftsmith.eval.speed import speed_model
 from draftsmith.eval.speed.clocks import Steadiness, spread, worst
 from draftsmith.recipes import compare_page
 from draftsmith.recipes.options import Prompts, Seed, judge
@@ -135,7 +135,7 @@ def compare(
         "prompts": len(prompts),
         "max_new_tokens": settings.max_new_tokens,
         "decoded_prompts": min(settings.decode_limit, len(prompts)),
-        "timed_in": model.timed_in(target),
+        "timed_in": speed_model.timed_in(target),
         "drafters": found,
         **provenance(),
     }
@@ -191,9 +191,9 @@ def _at_sampler(
     accepted = replay_report(by_k, held.domains, answers)
     prompts = [text.prompt for text in held.texts[: settings.decode_limit]]
     middle = sorted(prompts, key=len)[len(prompts) // 2]
-    costs = model.measure(target, drafter, range(1, k + 1), middle, held.sampler)
+    costs = speed_model.measure(target, drafter, range(1, k + 1), middle, held.sampler)
     drafting = drafting_of(accepted, count_parameters(drafter), _learned(entry))
-    best = model.best_k(costs, drafting.tau_by_k)
+    best = speed_model.best_k(costs, drafting.tau_by_k)
     # Few texts may lie far from the mean of all: a prediction is compared with its own.
     tau = expected_tau([part for part in by_k[best].parts if part.prompt < len(prompts)])
     line = CountLine(f"{entry.name} at {label(held.sampler)}: prompts decoded", 2 * len(prompts))
@@ -206,9 +206,9 @@ def _at_sampler(
         "replay": accepted,
         "diagnosis": diagnose(drafter, read, k, settings.seed),
         "best_k": best,
-        "predicted_speedup": None if tau is None else model.speedup(costs, tau, best),
-        "break_even_tau": model.break_even(costs, best),
-        "verdict": model.verdict(replace(costs, clock=steady), drafting),
+        "predicted_speedup": None if tau is None else speed_model.speedup(costs, tau, best),
+        "break_even_tau": speed_model.break_even(costs, best),
+        "verdict": speed_model.verdict(replace(costs, clock=steady), drafting),
         "clock": steady.report(),
         "costs_ms": costs.milliseconds(),
         "draft_share": costs.draft[best] / costs.round(best),

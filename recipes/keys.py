@@ -14,7 +14,7 @@ from rich.table import Table
 
 from draftsmith.drafters import base
 from draftsmith.drafters.errors import UserError
-from draftsmith.train.objective.objective import LOSSES
+from draftsmith.train.objective.losses import LOSSES
 from draftsmith.train.recipe import LossNumbers, Recipe
 
 commands = typer.Typer()

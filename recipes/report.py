@@ -31,8 +31,8 @@ from draftsmith.eval.evaluate import count_parameters, evaluate, read_decoded
 from draftsmith.eval.report import report as pages
 from draftsmith.eval.report.provenance import provenance
 from draftsmith.eval.report.report import sample_text
-from draftsmith.eval.speed import model
-from draftsmith.eval.speed.model import Costs
+from draftsmith.eval.speed import speed_model
+from draftsmith.eval.speed.speed_model import Costs
 from draftsmith.recipes.options import Prompts, Seed, judge
 from draftsmith.recipes.shared import digest, once, read_run, samples_of, take_prompts
 from draftsmith.train import journal
@@ -131,7 +131,7 @@ def report(settings: Report) -> dict[str, Any]:
             "best": best,
             "best_chosen_by": chosen_by,
             "device": str(target.device),
-            "timed_in": model.timed_in(target),
+            "timed_in": speed_model.timed_in(target),
             **provenance(),
         },
         rows,
@@ -214,7 +214,7 @@ def _decoded(
             seed=settings.seed, progress=line.after_prompt,
         )  # fmt: skip
         middle = sorted(prompts, key=len)[len(prompts) // 2]
-        costs = model.measure(target, drafter, range(1, k + 1), middle, held.sampler)
+        costs = speed_model.measure(target, drafter, range(1, k + 1), middle, held.sampler)
         row = typical(found.decode.by_prompt)
         shown = sample_text(
             target, drafter, prompts[row], held.sampler, k, settings.max_new_tokens,

@@ -25,14 +25,14 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Noise
 from draftsmith.drafters.target.target import Target
 from draftsmith.train import checkpoint, watch
-from draftsmith.train.objective.objective import LOSSES, Objective, backward, denominator, lesson
+from draftsmith.train.objective.losses import LOSSES, Objective, backward, denominator, lesson
 from draftsmith.train.objective.weights import Running, Sums
 from draftsmith.train.processes import summed
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples.packing import Cursor, Stream, alone, collate
 from draftsmith.train.samples.samples import Samples
 from draftsmith.train.start import begin
-from draftsmith.train.states import Computed, States
+from draftsmith.train.states.computed import Computed, States
 
 
 class Learner:

@@ -18,8 +18,8 @@ from draftsmith.train import checkpoint
 from draftsmith.train.journal import Journal
 from draftsmith.train.learner import Learner
 from draftsmith.train.processes import SINGLE, Processes, check_alike, on_any
-from draftsmith.train.states import States
 from draftsmith.train.states.cache import FeatureCache
+from draftsmith.train.states.computed import States
 
 STOPPED = 143  # 128 + SIGTERM
 

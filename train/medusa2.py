@@ -43,7 +43,7 @@ from draftsmith.train.lora import TargetAdapters
 from draftsmith.train.objective.weights import Sums
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples.samples import Samples
-from draftsmith.train.states import Computed, States
+from draftsmith.train.states.computed import Computed, States
 
 TAPS = ("normed",)  # of Medusa heads
 

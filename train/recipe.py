@@ -28,7 +28,7 @@ from pydantic import (
 from draftsmith.drafters.base import DrafterConfig, entry, family
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import NOT_APPLIED, Sampler
-from draftsmith.train.objective.objective import LOSSES, Objective
+from draftsmith.train.objective.losses import LOSSES, Objective
 from draftsmith.train.objective.weights import DepthWeights
 
 DeviceMap = (

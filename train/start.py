@@ -19,7 +19,7 @@ from draftsmith.train.lora import Lora
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples.packing import collate
 from draftsmith.train.samples.samples import Samples
-from draftsmith.train.states import States
+from draftsmith.train.states.computed import States
 
 TEXTS = 64  # conversations that the target's law is averaged over
 _ROWS = 256  # positions whose logits are alive at a time

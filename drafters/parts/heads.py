@@ -22,7 +22,7 @@ from draftsmith.drafters.base import DrafterConfig, DrafterState, Unroll, entry
 from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.grow import Proposal, grow
 from draftsmith.drafters.parts.one_layer import last_state
-from draftsmith.drafters.parts.reduced import DraftVocab, ReducedVocab, draft_size
+from draftsmith.drafters.parts.reduced_vocab import DraftVocab, ReducedVocab, draft_size
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.target.shell import Shell

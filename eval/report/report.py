@@ -24,8 +24,8 @@ from draftsmith.eval.acceptance.intervals import counted_tau
 from draftsmith.eval.acceptance.parity import TIE, Z_BOUND
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.report import plots
-from draftsmith.eval.speed import clocks, model
-from draftsmith.eval.speed.model import Costs, Drafting
+from draftsmith.eval.speed import clocks, speed_model
+from draftsmith.eval.speed.speed_model import Costs, Drafting
 
 Report = dict[str, Any]
 
@@ -99,10 +99,10 @@ def _by_k(found: Report, costs: Costs) -> Report:
         out[str(k)] = {
             "tau": tau,
             "tau_ci": found["tau_ci_by_k"][str(k)],
-            "tau_iid": model.independent_tau(alpha, k),
-            "burstiness": model.burstiness(alpha, tau, k),
-            "predicted_speedup": model.speedup(costs, tau, k),
-            "break_even_tau": model.break_even(costs, k),
+            "tau_iid": speed_model.independent_tau(alpha, k),
+            "burstiness": speed_model.burstiness(alpha, tau, k),
+            "predicted_speedup": speed_model.speedup(costs, tau, k),
+            "break_even_tau": speed_model.break_even(costs, k),
         }
     return out
 
@@ -110,14 +110,14 @@ def _by_k(found: Report, costs: Costs) -> Report:
 def _speed(costs: Costs, found: Report, header: Report, learned: int) -> Report:
     drafting = drafting_of(found, header["drafter"]["parameters"], learned)
     tau = drafting.tau_by_k
-    best = model.best_k(costs, tau)
+    best = speed_model.best_k(costs, tau)
     return {
         "costs_ms": costs.milliseconds(),
         "best_k": best,
-        "predicted_speedup": model.speedup(costs, tau[best], best),
-        "break_even_tau": model.break_even(costs, best),
+        "predicted_speedup": speed_model.speedup(costs, tau[best], best),
+        "break_even_tau": speed_model.break_even(costs, best),
         "clock": costs.clock.report(),
-        "verdict": f"{model.verdict(costs, drafting)} {header['timed_in']}",
+        "verdict": f"{speed_model.verdict(costs, drafting)} {header['timed_in']}",
     }
 
 

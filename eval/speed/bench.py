@@ -33,7 +33,7 @@ from draftsmith.eval.acceptance.intervals import counted_tau
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.speed import synthetic
 from draftsmith.eval.speed.clocks import Steadiness, Turn, in_turns, spread_of_rounds
-from draftsmith.eval.speed.model import typical
+from draftsmith.eval.speed.speed_model import typical
 
 MOST_ROWS = 64
 _COPIES = 5

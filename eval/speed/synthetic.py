@@ -24,7 +24,7 @@ from draftsmith.drafters.target.target import Target, free_bytes
 from draftsmith.eval.decoder.accept import Accepted, leading
 from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.round import Rounds
-from draftsmith.eval.speed.model import independent_tau
+from draftsmith.eval.speed.speed_model import independent_tau
 
 LABEL = "SYNTHETIC"
 _COIN = 1 << 20  # a node number of its own: the coins share no draw with the accept rules

@@ -23,7 +23,7 @@ import training
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.loop import Decoder
-from draftsmith.eval.speed import model
+from draftsmith.eval.speed import speed_model
 from draftsmith.recipes import cli
 from draftsmith.recipes import report as recipe_report
 from draftsmith.recipes.report import Report
@@ -82,7 +82,7 @@ def test_a_second_report_makes_nothing(
 ) -> None:
     for name in ("evaluate", "replay", "sample_text", "read_decoded"):
         monkeypatch.setattr(recipe_report, name, _never)
-    monkeypatch.setattr(model, "measure", _never)
+    monkeypatch.setattr(speed_model, "measure", _never)
     monkeypatch.setattr(Decoder, "generate", _never)
     again = recipe_report.report(settings(run))
     assert figures(json.loads(json.dumps(again))) == figures(report)

@@ -16,7 +16,7 @@ import tiny
 from draftsmith.drafters.base import Drafter, family
 from draftsmith.drafters.batch import Batch, align
 from draftsmith.drafters.sampling import Noise, Sampler
-from draftsmith.train.objective.objective import Objective, backward, denominator
+from draftsmith.train.objective.losses import Objective, backward, denominator
 from draftsmith.train.objective.weights import DepthWeights, Running, Sums
 from draftsmith.train.samples.packing import collate
 from draftsmith.train.samples.samples import Sample, Samples

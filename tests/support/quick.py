@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import training
-from draftsmith.eval.speed import model
+from draftsmith.eval.speed import speed_model
 from draftsmith.recipes.quickstart import Demo, run_demo
 
 STEPS = 4
@@ -37,7 +37,7 @@ def demo(target: Path) -> Demo:
 
 def decode_longest(patch: pytest.MonkeyPatch) -> None:
     """Drafts of the longest k, whatever the clock says: counts must repeat."""
-    patch.setattr(model, "best_k", lambda costs, tau: max(tau))
+    patch.setattr(speed_model, "best_k", lambda costs, tau: max(tau))
 
 
 def _run(folder: str, target: str, slow: bool) -> None:

@@ -32,7 +32,7 @@ from draftsmith.recipes import compare, export, report
 from draftsmith.train import checkpoint, journal, loop, lora, medusa2, recipe
 from draftsmith.train.loop import Run
 from draftsmith.train.medusa2 import Medusa2
-from draftsmith.train.objective import objective
+from draftsmith.train.objective import losses
 from draftsmith.train.run import main
 from draftsmith.train.samples.packing import collate
 from draftsmith.train.samples.samples import Sample, Samples
@@ -176,7 +176,7 @@ def _heads_learn_the_old_law(patch: pytest.MonkeyPatch) -> None:
         return out
 
     def wrong(drafter: Any, batch: Any, *rest: Any) -> Any:
-        return objective.backward(drafter, replace(batch, final=before[-1]), *rest)
+        return losses.backward(drafter, replace(batch, final=before[-1]), *rest)
 
     patch.setattr(Target, "read", remember)
     patch.setattr("draftsmith.train.learner.backward", wrong)

@@ -23,7 +23,7 @@ from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.recipes import keys
 from draftsmith.train import recipe
-from draftsmith.train.objective.objective import LOSSES, Cells, Loss
+from draftsmith.train.objective.losses import LOSSES, Cells, Loss
 from places import RECIPES
 
 SHIPPED = sorted(RECIPES.glob("*.yaml"))

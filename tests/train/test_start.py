@@ -12,7 +12,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocab import most_frequent
 from draftsmith.train import start
 from draftsmith.train.samples.samples import Samples
-from draftsmith.train.states import Computed
+from draftsmith.train.states.computed import Computed
 from training import World
 
 

@@ -19,7 +19,7 @@ from draftsmith.drafters.batch import batch_of
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler, argmax
 from draftsmith.drafters.target.shell import Shell
-from draftsmith.train.states import States
+from draftsmith.train.states.computed import States
 
 Z_LIMIT = 4.0
 NOT_ARGMAX = 1e-3  # share of tokens; one exception is always allowed

@@ -19,7 +19,7 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.samples import store
 from draftsmith.train.samples.audit import TOLERANCE, audit
-from draftsmith.train.states import Computed
+from draftsmith.train.states.computed import Computed
 
 log = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ from draftsmith.train.recipe import Recipe
 from draftsmith.train.samples import store
 from draftsmith.train.samples.packing import Cursor, Stream, collate, teaching
 from draftsmith.train.samples.samples import Samples, dtype_name
-from draftsmith.train.states import Computed
+from draftsmith.train.states.computed import Computed
 
 FORMAT = 1
 FOLDER = "features"

@@ -27,7 +27,7 @@ from draftsmith.drafters.target import target as target_module
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.loop import Clock, Decoder
 from draftsmith.eval.decoder.round import Rounds
-from draftsmith.eval.speed import bench, bench_table, clocks, model, synthetic
+from draftsmith.eval.speed import bench, bench_table, clocks, speed_model, synthetic
 from draftsmith.eval.speed.bench import (
     BenchPrompt,
     Cell,
@@ -166,7 +166,7 @@ def test_coins_give_the_stated_tau(shaped: tuple, policy: Policy, alpha: float) 
     if not isinstance(policy, Tree):  # a dynamic tree may turn out shallower
         assert {r.proposed for r in rounds} == {3}
     counts = torch.tensor([float(r.accepted) for r in rounds])
-    mean = sum(model.independent_tau(alpha, r.proposed) - 1 for r in rounds) / len(rounds)
+    mean = sum(speed_model.independent_tau(alpha, r.proposed) - 1 for r in rounds) / len(rounds)
     spread = counts.std(correction=0).item() / math.sqrt(len(counts))
     assert abs(counts.mean().item() - mean) <= 4 * spread + 1e-9
     assert all(len(t.tokens) == 60 for t in texts)  # nothing ends a synthetic text early

@@ -24,10 +24,10 @@ from draftsmith.eval.evaluate import Evaluation
 from draftsmith.eval.report import plots
 from draftsmith.eval.servers.check import collect, steadiness
 from draftsmith.eval.servers.client import Answer, Counters
-from draftsmith.eval.speed import bench, bench_table, clocks, model
+from draftsmith.eval.speed import bench, bench_table, clocks, speed_model
 from draftsmith.eval.speed.bench import BenchPrompt, Cell, Store
 from draftsmith.eval.speed.clocks import Steadiness, spread, spread_of_rounds, worst
-from draftsmith.eval.speed.model import Costs, Drafting
+from draftsmith.eval.speed.speed_model import Costs, Drafting
 from draftsmith.recipes import compare_page
 from draftsmith.recipes.compare import _baselines
 
@@ -210,7 +210,7 @@ def costs(patch: pytest.MonkeyPatch, slow: Slow) -> Costs:
     drafter = family("small").create(target, family("small").Config(layers=[0, 1, 3])).eval()
     with patch.context() as inner:
         Machine(inner, slow, warm=0)
-        return model.measure(target, drafter, [2], PROMPTS[0], Sampler(0.0), 8, 4)
+        return speed_model.measure(target, drafter, [2], PROMPTS[0], Sampler(0.0), 8, 4)
 
 
 DRAFTING = Drafting({2: 2.5}, {2: (2.4, 2.6)}, 0.8, 10)
@@ -219,10 +219,10 @@ DRAFTING = Drafting({2: 2.5}, {2: (2.4, 2.6)}, 0.8, 10)
 def test_costs_of_a_busy_machine_allow_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     found = costs(monkeypatch, even)
     assert found.clock == Steadiness(4, 0.0, 0.0)
-    assert model.verdict(found, DRAFTING).startswith("Speculation pays")
+    assert speed_model.verdict(found, DRAFTING).startswith("Speculation pays")
     for drafting in (False, True):
         found = costs(monkeypatch, lambda d, turn, w=drafting: 2.0 if d == w and turn > 1 else 1.0)
-        said = model.verdict(found, DRAFTING)
+        said = speed_model.verdict(found, DRAFTING)
         assert found.clock.busy and said == found.clock.note and "pays" not in said
 
 

@@ -22,7 +22,7 @@ from draftsmith.drafters.batch import Alignment, Batch, align
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.train.learner import Learner
-from draftsmith.train.objective.objective import Objective, backward, denominator, lesson
+from draftsmith.train.objective.losses import Objective, backward, denominator, lesson
 from draftsmith.train.objective.weights import DepthWeights
 from draftsmith.train.plan import plan
 from draftsmith.train.recipe import load, parse

@@ -25,7 +25,7 @@ from draftsmith.drafters.batch import Alignment, Batch, align
 from draftsmith.drafters.eagle import Eagle, EagleConfig
 from draftsmith.drafters.eagle1 import Eagle1, Eagle1Config
 from draftsmith.drafters.errors import UserError
-from draftsmith.train.objective.objective import Objective, backward, denominator
+from draftsmith.train.objective.losses import Objective, backward, denominator
 from draftsmith.train.recipe import parse
 from draftsmith.train.run import main
 from draftsmith.train.start import new_drafter

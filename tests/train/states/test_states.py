@@ -29,8 +29,8 @@ from draftsmith.train.loop import Run
 from draftsmith.train.samples.audit import audit
 from draftsmith.train.samples.packing import collate
 from draftsmith.train.samples.samples import Samples
-from draftsmith.train.states import Computed, States
 from draftsmith.train.states.cache import FeatureCache
+from draftsmith.train.states.computed import Computed, States
 from places import BENCHMARKS
 from training import World
 

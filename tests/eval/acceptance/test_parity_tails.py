@@ -1,7 +1,7 @@
 """The z of parity as a statistic: its law is that of all walks, it raises no false alarm, it sees
 what it is there for.
 
-.venv/bin/pytest tests/eval/acceptance/test_tails.py
+.venv/bin/pytest tests/eval/acceptance/test_parity_tails.py
 """
 
 from __future__ import annotations

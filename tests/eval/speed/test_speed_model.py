@@ -1,6 +1,6 @@
 """The speed model against hand-worked cases, and the clock that feeds it.
 
-.venv/bin/pytest tests/eval/speed/test_model.py
+.venv/bin/pytest tests/eval/speed/test_speed_model.py
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from draftsmith.eval.acceptance.replay import TextRatios, summarise
 from draftsmith.eval.decoder import loop
 from draftsmith.eval.decoder.round import Rounds
 from draftsmith.eval.decoder.text import end_token
-from draftsmith.eval.speed import model
-from draftsmith.eval.speed.model import Costs, Drafting, burstiness, independent_tau
+from draftsmith.eval.speed import speed_model
+from draftsmith.eval.speed.speed_model import Costs, Drafting, burstiness, independent_tau
 
 KS = range(1, 11)
 TAUS = {k: independent_tau(0.8, k) for k in KS}
@@ -41,25 +41,25 @@ def test_worked_case() -> None:
     assert independent_tau(0.8, 4) == pytest.approx(3.3616)
     assert independent_tau(0.8, 4) == pytest.approx((1 - 0.8**5) / (1 - 0.8))
     assert independent_tau(1.0, 4) == 5.0  # where the closed form divides by 0
-    assert model.speedup(costs(0.05), TAUS[4], 4) == pytest.approx(2.8013, abs=1e-4)
-    assert model.break_even(costs(0.05), 4) == pytest.approx(1.2)
+    assert speed_model.speedup(costs(0.05), TAUS[4], 4) == pytest.approx(2.8013, abs=1e-4)
+    assert speed_model.break_even(costs(0.05), 4) == pytest.approx(1.2)
     whole = Costs(2.0, {1: 0.5}, {2: 2.5}, 1.0)  # a round of 4 s is worth 2 steps
-    assert model.break_even(whole, 1) == 2.0 and model.speedup(whole, 1.5, 1) == 0.75
+    assert speed_model.break_even(whole, 1) == 2.0 and speed_model.speedup(whole, 1.5, 1) == 0.75
 
 
 def check_best_k() -> None:
     """By hand: 1 + 0.05 k against TAUS is best at 8 (4.329 / 1.4), 1 + 0.3 k at 3 (2.952 / 1.9)."""
-    assert model.best_k(costs(0.05), TAUS) == 8
-    assert model.best_k(costs(0.3), TAUS) == 3
-    assert model.best_k(costs(2.0), TAUS) == 1
+    assert speed_model.best_k(costs(0.05), TAUS) == 8
+    assert speed_model.best_k(costs(0.3), TAUS) == 3
+    assert speed_model.best_k(costs(2.0), TAUS) == 1
     steep = costs(0.05)
     steep = Costs(1.0, steep.draft, {w: 1.0 if w < 4 else 3.0 for w in steep.verify}, 0.0)
-    assert model.best_k(steep, TAUS) == 2  # a pass over four tokens costs three
+    assert speed_model.best_k(steep, TAUS) == 2  # a pass over four tokens costs three
 
 
 def test_dear_drafts_move_the_best_k_down() -> None:
     check_best_k()
-    assert model.best_k(costs(0.05, range(1, 4)), TAUS) == 3  # only where costs are known
+    assert speed_model.best_k(costs(0.05, range(1, 4)), TAUS) == 3  # only where costs are known
 
 
 def by_tau(costs: Costs, tau_by_k: Mapping[int, float]) -> int:
@@ -74,7 +74,7 @@ def without_drafting(costs: Costs, tau: float, k: int) -> float:
 def test_planted_faults_move_the_best_k(
     name: str, fault: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model, name, fault)
+    monkeypatch.setattr(speed_model, name, fault)
     with pytest.raises(AssertionError):
         check_best_k()
 
@@ -130,7 +130,7 @@ def test_clumps_cost_tokens_per_pass() -> None:
 
 def measured(target: Target) -> Costs:
     drafter = family("ngram").create(target, Ngram.Config())
-    return model.measure(target, drafter, [1, 3], tiny.prompts(1)[0], Sampler(1.0), 6, 2)
+    return speed_model.measure(target, drafter, [1, 3], tiny.prompts(1)[0], Sampler(1.0), 6, 2)
 
 
 class Clock:
@@ -165,7 +165,7 @@ def test_costs_fall_to_their_part(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.draft == pytest.approx({1: 0.02, 3: 0.06})
     assert found.step == pytest.approx(0.031) and found.host == pytest.approx(0.001)
     assert found.verify == pytest.approx({1: 0.03, 2: 0.03, 4: 0.03})
-    assert model.break_even(found, 1) == pytest.approx(51 / 31)
+    assert speed_model.break_even(found, 1) == pytest.approx(51 / 31)
 
 
 def test_rounds_of_several_widths(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ def test_rounds_of_several_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     found = measured(target)
     assert found.verify == pytest.approx({1: 0.03, 2: 0.04, 4: 0.06})
     stall = [loop.Clock(verify=v, width=w) for v, w in ((1, 1), (1, 1), (9, 1), (4, 3))]
-    assert model.typical(stall, "verify") == pytest.approx((3 * 1 + 4) / 4)
+    assert speed_model.typical(stall, "verify") == pytest.approx((3 * 1 + 4) / 4)
 
 
 class Walker:
@@ -206,7 +206,7 @@ class Walker:
 def test_warm_up_rounds_are_never_counted(on_graphs: bool, first: float) -> None:
     """Two of every generation; from graphs the third as well, in which they are captured."""
     decoder: Any = Walker(tiny.target("Llama"), on_graphs, 5)
-    found = model._rounds(decoder, [5], Sampler(1.0), 3, 0)
+    found = speed_model._rounds(decoder, [5], Sampler(1.0), 3, 0)
     assert {clock.verify for clock in found} == set(np.arange(first, 6.0)) and len(found) == 3
 
 
@@ -220,12 +220,12 @@ def test_an_answer_that_ends_at_once_is_timed(monkeypatch: pytest.MonkeyPatch) -
 
     def slow_at_first(self: loop.Decoder, rounds: Rounds) -> Any:
         out = plain(self, rounds)
-        self.clock.verify += 100.0 if int(rounds.round[0]) <= model.WARM_UP else 0.0
+        self.clock.verify += 100.0 if int(rounds.round[0]) <= speed_model.WARM_UP else 0.0
         return out
 
     monkeypatch.setattr(loop.Decoder, "_round", slow_at_first)
     with end_token(target, ends):
-        found = model._rounds(decoder, prompt, Sampler(0.0), 4, 0)
+        found = speed_model._rounds(decoder, prompt, Sampler(0.0), 4, 0)
         assert target.eos_ids == [ends]
     assert len(found) == 4 and max(clock.verify for clock in found) < 100
 
@@ -263,34 +263,34 @@ CAUSES = {
 @pytest.mark.parametrize("cause", list(CAUSES))
 def test_the_verdict_names_the_cause(cause: str) -> None:
     where, what = CAUSES[cause]
-    text = model.verdict(where, what)
+    text = speed_model.verdict(where, what)
     assert text.startswith("Speculation does not pay here:") and cause in text.lower()
 
 
 def test_the_verdict_names_nothing_else() -> None:
-    text = model.verdict(*CAUSES["alpha too low"])
+    text = speed_model.verdict(*CAUSES["alpha too low"])
     assert "0.98x" not in text and "not flat" not in text and "data" not in text
     assert "alpha_0 is 0.20 and tau 1.20 at k = 1, where it takes 1.35" in text
-    text = model.verdict(*CAUSES["verification not flat"])
+    text = speed_model.verdict(*CAUSES["verification not flat"])
     assert "too slow" not in text and "4.70 of a step" in text
 
 
 def test_the_verdict_where_it_pays() -> None:
-    text = model.verdict(costs(0.05), drafting(TAUS))
+    text = speed_model.verdict(costs(0.05), drafting(TAUS))
     assert text == (
         "Speculation pays: 3.09x predicted at k = 8, tau 4.33 against a break-even of 1.40."
     )
     wide = {k: (1.0, 5.0) for k in KS}
-    unsure = model.verdict(costs(0.05), drafting(TAUS, tau_ci_by_k=wide))
+    unsure = speed_model.verdict(costs(0.05), drafting(TAUS, tau_ci_by_k=wide))
     assert unsure.startswith(text) and "too little held-out text" in unsure
 
 
 def test_the_dtype_that_was_timed_is_named() -> None:
     target: Any = SimpleNamespace(dtype=torch.float32, own_dtype=torch.bfloat16)
     target.device = torch.device("cpu")  # where `load` takes float32 for any checkpoint
-    assert model.timed_in(target) == "Timed in float32."
+    assert speed_model.timed_in(target) == "Timed in float32."
     target.device = torch.device("cuda")
     told = "as parity needs it; `draftsmith bench` times bfloat16, the checkpoint's own."
-    assert model.timed_in(target) == f"Timed in float32, {told}"
+    assert speed_model.timed_in(target) == f"Timed in float32, {told}"
     target.own_dtype = torch.float32
-    assert model.timed_in(target) == "Timed in float32."
+    assert speed_model.timed_in(target) == "Timed in float32."

@@ -20,8 +20,8 @@ from draftsmith.drafters import batch as batch_module
 from draftsmith.drafters.batch import align
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.eval.acceptance import replay
-from draftsmith.train.objective import objective as objective_module
-from draftsmith.train.objective.objective import LOSSES, Objective, denominator
+from draftsmith.train.objective import losses as losses_module
+from draftsmith.train.objective.losses import LOSSES, Objective, denominator
 from draftsmith.train.objective.weights import DepthWeights, Running, reached
 from objectives import (
     CUT,
@@ -162,13 +162,13 @@ def test_a_wrong_slope_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: slopes that forget how likely a round starts there, or what a rejection saves."""
     objective = Objective("replay")
     _, theirs = expected("eagle", objective, PLAIN)
-    right = objective_module.passes
+    right = losses_module.passes
 
     def flat(survival: Tensor, *rest: Any) -> tuple[float, Tensor]:
         count, slope = right(survival, *rest)
         return count, -slope.bool().to(slope.dtype)
 
-    monkeypatch.setattr(objective_module, "passes", flat)
+    monkeypatch.setattr(losses_module, "passes", flat)
     assert distance(run("eagle", packed(), objective)[1], theirs) > 0.05
 
 

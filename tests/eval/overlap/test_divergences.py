@@ -2,7 +2,7 @@
 
 What they compute is checked in test_row_stats.py; here, that no way of running them changes it.
 
-.venv/bin/pytest tests/eval/overlap/test_rowwise.py --slow
+.venv/bin/pytest tests/eval/overlap/test_divergences.py --slow
 """
 
 from __future__ import annotations

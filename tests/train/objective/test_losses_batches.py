@@ -1,7 +1,7 @@
 """How a batch is cut changes nothing, and what may carry loss: chunks, micro-batches, features,
 noise, positions.
 
-    .venv/bin/pytest tests/train/objective/test_objective_batches.py
+    .venv/bin/pytest tests/train/objective/test_losses_batches.py
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from draftsmith.drafters import batch as batch_module
 from draftsmith.drafters.batch import Batch, align
 from draftsmith.drafters.eagle1 import Eagle1
 from draftsmith.drafters.sampling import Noise
-from draftsmith.train.objective.objective import Objective, backward, denominator
+from draftsmith.train.objective.losses import Objective, backward, denominator
 from objectives import ROWS, K, cells, distance, drafter, grads, noise, packed, run, table, texts
 
 

@@ -34,6 +34,7 @@ COMMANDS = {
     "export": "Writes a drafter as a server loads it, reads it back, prints how to serve it.",
     "serve-check": "Serves an export: the server's own counters beside replay of what it wrote.",
 }
+FILES = {name: name.replace("-", "_") for name in COMMANDS} | {"eval": "evaluate"}
 
 
 class Commands(TyperGroup):
@@ -46,10 +47,9 @@ class Commands(TyperGroup):
 
 
 def load(name: str) -> Any:
-    """The click command of this name, its module imported."""
-    file = "evaluate" if name == "eval" else name.replace("-", "_")
+    """The click command of this name, its module imported. Raises KeyError for another name."""
     house = typer.Typer(rich_markup_mode=None)
-    house.add_typer(import_module(f"draftsmith.recipes.{file}").commands)
+    house.add_typer(import_module(f"draftsmith.recipes.{FILES[name]}").commands)
     group: Any = typer.main.get_group(house)
     return group.commands[name]
 

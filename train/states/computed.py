@@ -1,9 +1,7 @@
 """Where the target's states come from: `States` fills a batch, wherever they are computed.
 
-Behind it stand the target in this process (`Computed`), a cache on disk (cache.py), or whatever
-else knows what the target computes for some rows. The head that turns states into laws is always in
-this process; the body need not be. The caller that makes a `States` chooses its taps, and closes
-it; one that fetches ahead follows the run's `Stream`, whose order is known beforehand.
+The head that turns states into laws is always in this process; the body need not be. The caller
+that makes a `States` chooses its taps, and closes it.
 """
 
 from __future__ import annotations

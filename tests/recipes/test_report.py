@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +32,8 @@ from draftsmith.eval.report import report as pages
 from draftsmith.eval.report.report import sample_text
 from draftsmith.eval.speed.clocks import Steadiness
 from draftsmith.recipes import report as recipe_report
-from draftsmith.train.run import main
 from draftsmith.train.samples.samples import Samples
-from reports import settings
-from training import World
+from reports import reported_run
 from walker import NUMBER, Visible, strangers
 
 K = 3
@@ -44,17 +41,7 @@ K = 3
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trained run, its prompts in three domains, and its report."""
-    before = signal.getsignal(signal.SIGTERM)
-    world = World(tmp_path_factory.mktemp("world"))
-    assert main([str(world.recipe("one", steps=16, save_every=4))]) == 0
-    signal.signal(signal.SIGTERM, before)
-    rows = [json.loads(line) for line in world.prompts.read_text().splitlines()]
-    domains = ["sea"] * 3 + ["hill"] * 8 + ["wood"] * 4
-    asked = [row | {"category": name} for row, name in zip(rows, domains, strict=False)]
-    (world.root / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
-    recipe_report.report(settings(world.folder("one")))
-    return world.folder("one")
+    return reported_run(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(scope="module")

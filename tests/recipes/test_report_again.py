@@ -33,23 +33,13 @@ from draftsmith.train.data.sources import read_prompts
 from draftsmith.train.run import main
 from draftsmith.train.samples.heldout import also_trained_on
 from draftsmith.train.samples.importing import import_answers
-from reports import settings
+from reports import reported_run, settings
 from training import World
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trained run, its prompts in three domains, and its report."""
-    before = signal.getsignal(signal.SIGTERM)
-    world = World(tmp_path_factory.mktemp("world"))
-    assert main([str(world.recipe("one", steps=16, save_every=4))]) == 0
-    signal.signal(signal.SIGTERM, before)
-    rows = [json.loads(line) for line in world.prompts.read_text().splitlines()]
-    domains = ["sea"] * 3 + ["hill"] * 8 + ["wood"] * 4
-    asked = [row | {"category": name} for row, name in zip(rows, domains, strict=False)]
-    (world.root / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
-    recipe_report.report(settings(world.folder("one")))
-    return world.folder("one")
+    return reported_run(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(scope="module")

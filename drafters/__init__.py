@@ -19,7 +19,8 @@ Words:
     root      the token x_{a+1}, known too: the target's own last one. Node 0 of a proposal
     depth     at depth j the drafter predicts x_{a+2+j}, and is compared with the target's
               distribution after reading x_{a+1+j}. `batch.py` writes that rule down once
-    block     the tokens of one proposal along one path. One path is a chain, several are a tree
+    block     the tokens of one proposal along one path. One path is a chain, several are a tree.
+              A block drafter's **slots** are the places that one pass fills: the root, masks
     law       the distribution that a token was drawn from, after the sampler
     served    as a decoder or server runs it: dtype, sampler and cache, not as it is trained
     span      a stretch of target-made tokens: one answer of a conversation

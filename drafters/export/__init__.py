@@ -32,6 +32,10 @@ _NOWHERE = {
 }
 
 
+# Servers load these, but no writer makes their folders yet.
+_UNWRITTEN = ("dflash",)
+
+
 def server(name: str) -> Server:
     """A server by name. Raises UserError naming the known ones."""
     if name not in SERVERS:
@@ -42,6 +46,8 @@ def server(name: str) -> Server:
 def check_family(name: str, family: str, k: int) -> None:
     """Raises UserError where a server cannot load a family, or drafts of k tokens."""
     chosen = server(name)
+    if family in _UNWRITTEN:
+        raise UserError(f"--to: no {family} drafter is written for {chosen} yet; decode it here")
     if family not in chosen.methods:
         others = [other.name for other in SERVERS.values() if family in other.methods]
         remedy = f"export it --to {' or '.join(others)}" if others else _NOWHERE.get(family, "")

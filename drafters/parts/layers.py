@@ -190,6 +190,22 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class Layer(nn.Module):
+    """A pre-norm decoder layer, under the names that servers read."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = SelfAttention(config, config.hidden_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
+        """The layer's output (B, T, H) of attention results (B, heads, T, D)."""
+        hidden = residual + self.self_attn.output(mixed)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
 def init_weights(module: nn.Module, std: float = 0.02) -> None:
     """Normal(0, std) for every linear of a fresh head."""
     for part in module.modules():

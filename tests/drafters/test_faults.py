@@ -38,6 +38,13 @@ from planted import (
     sees_next_pair,
     taps_swapped_when_served,
 )
+from planted_blocks import (
+    block_sees_next_features,
+    blocks_overlap,
+    random_masks,
+    random_masks_when_served,
+    slot_one_early,
+)
 from planted_drafts import (
     chain_one_module_late,
     draft_keys_kept,
@@ -125,9 +132,22 @@ FAULTS: list[tuple[Callable[[Patch], None], Check]] = [
     (neighbouring_layer, partial(of_target, target.check_features, "Llama")),
     (neighbouring_layer, partial(of_target, target.check_features, "Gemma3")),
     (normed_last_layer, partial(of_target, target.check_features, "Llama")),
-    (neighbouring_layer, partial(known, "eagle")),
     (normed_last_layer, partial(known, "eagle")),
     (partial(taps_swapped_when_served, "eagle"), partial(views, "eagle")),
+    *(
+        (partial(fault, "dflash"), partial(views, "dflash"))
+        for fault in (taps_swapped_when_served, rope_one_late, draft_keys_kept)
+    ),
+    (position_one_late, partial(views, "dflash")),
+    (partial(rope_one_late, "dflash"), partial(known, "dflash")),
+    *((neighbouring_layer, partial(known, name)) for name in ("eagle", "dflash")),
+    (block_sees_next_features, partial(views, "dflash")),
+    (block_sees_next_features, partial(future, "dflash", "features")),
+    (blocks_overlap, partial(future, "dflash", "tokens")),
+    (slot_one_early, partial(views, "dflash")),
+    (slot_one_early, partial(known, "dflash")),
+    (random_masks, partial(known, "dflash")),
+    (random_masks_when_served, partial(views, "dflash")),
     (partial(taps_swapped_when_served, "toy-block"), partial(views, "toy-block")),
     *((partial(rope_one_late, name), partial(views, name)) for name in HEADS),
     (partial(rope_one_late, "toy-block"), partial(views, "toy-block")),
@@ -152,7 +172,7 @@ FAULTS: list[tuple[Callable[[Patch], None], Check]] = [
     (deep_row_sees_next_pair, partial(future, "eagle", "features")),
     *(
         (partial(features_from_the_future, name), check)
-        for name in ("eagle", "medusa", "hydra", "toy-block", "mtp chain")
+        for name in ("eagle", "medusa", "hydra", "dflash", "toy-block", "mtp chain")
         for check in (partial(views, name), partial(future, name, "features"))
     ),
     *((partial(last_token_forgotten, name), partial(views, name)) for name in CLASSES),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import reference
+import reference_blocks
 import reference_eagle
 import reference_heads
 import reference_mtp
@@ -24,7 +25,7 @@ from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.target.target import Target
 
 # "mtp" is the recursive module, "mtp chain" one for each depth.
-HEADS = ("eagle", "eagle1", "mtp", "mtp chain", "medusa", "hydra")
+HEADS = ("eagle", "eagle1", "mtp", "mtp chain", "medusa", "hydra", "dflash")
 DRAFTERS = (*HEADS, "small", "ngram", "toy-block")
 LAWFUL = tuple(name for name in DRAFTERS if name != "ngram")
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -33,6 +34,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "medusa": {"heads": 3, "draft_vocab": 30},
     "hydra": {"heads": 3, "layers": 2},
     "mtp chain": {"modules": 3},
+    "dflash": {"taps": [1, 3], "layers": 2, "block_size": 6, "draft_vocab": 40},
 }
 SCALES = {"hydra": 0.2, "eagle1": 0.12}  # of weights; no norm holds EAGLE-1's states at one size
 REFERENCES = {
@@ -41,6 +43,7 @@ REFERENCES = {
     "mtp": reference_mtp.mtp_logits,
     "medusa": reference_heads.head_logits,
     "hydra": reference_heads.head_logits,
+    "dflash": reference_blocks.dflash_logits,
 }
 K = 4
 PLAIN = Sampler()
@@ -212,6 +215,7 @@ def check_reference(made: Drafter, family: str) -> None:
         hf = kept_layers(hf, config["layers"])
     for (moment,) in play(made, prompts(1), [1], PLAIN, 3)[3:]:  # after 2, then all were accepted
         text, anchor = moment.known + moment.drafts, len(moment.known) - 2
+        config["drafted"] = len(moment.drafts)
         if made.family == "ngram":
             assert moment.drafts
             guess = reference.ngram_guess(text, anchor, config["max_n"], config["min_n"], 3)

@@ -29,6 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "toy-block": {},
     "medusa": {"heads": 3, "draft_vocab": 10},
     "hydra": {"heads": 3},
+    "dflash": {"taps": [1, 3], "layers": 2, "block_size": 6, "draft_vocab": 10},
 }
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import laws_of_drafts
 import toys
-from draftsmith.drafters import batch, eagle, eagle1, hydra, medusa, mtp, ngram, small
+from draftsmith.drafters import batch, dflash, eagle, eagle1, hydra, medusa, mtp, ngram, small
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.parts import one_layer
 from draftsmith.drafters.target.attention import Step
@@ -31,6 +31,7 @@ CLASSES: dict[str, type] = {
     "ngram": ngram.Ngram,
     "medusa": medusa.Medusa,
     "hydra": hydra.Hydra,
+    "dflash": dflash.DFlash,
     "toy-block": toys.ToyBlock,
 }
 

@@ -25,6 +25,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "medusa": {"heads": 3, "draft_vocab": 8},
     "hydra": {"heads": 3},
     "mtp chain": {"modules": 3},
+    "dflash": {"taps": [1, 3], "layers": 2, "block_size": 5, "draft_vocab": 10},
 }
 
 

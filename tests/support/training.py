@@ -45,6 +45,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "hydra": {"heads": 3, "layers": 2, "head": "target"},
     "eagle1": {"regression": 10, "feature_noise": 0.1},
     "mtp": {},
+    "dflash": {"taps": [1, 3], "layers": 2, "block_size": 4, "draft_vocab": 32},
     "small": {"layers": [0, 3]},
 }
 

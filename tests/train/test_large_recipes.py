@@ -20,6 +20,7 @@ LARGE = sorted(path.stem for path in RECIPES.glob("*8b*.yaml"))
 SIZES = ["steps=2", "rows=1", "accumulation=1", "length=64", "heldout=4", "save_every=2"]
 FITTING = {  # what only the real vocabulary or models can hold
     "draft_vocab": "draft_vocab=32",
+    "mask_token": "mask_token=0",
     "checkpoint": "checkpoint={small}",
 }
 
@@ -32,7 +33,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def make(name: str) -> Path:
         if name not in made:
             root = tmp_path_factory.mktemp(name)
-            save_target(root / "target", family=name, layers=7)
+            save_target(root / "target", family=name, layers=8)
             save_target(root / "small", seed=1)
             sample(root / "target", write_prompts(root / "prompts.jsonl"), root / "samples")
             made[name] = root
@@ -58,4 +59,5 @@ def test_trains_on_a_stand_in(name: str, stand_in: Callable[[str], Path]) -> Non
 def test_there_are_large_recipes() -> None:
     """Each family has one; the parametrised test above passes on an empty folder."""
     drafted = {name.split("-")[-1] for name in LARGE}
-    assert drafted >= {"eagle3", "eagle31", "eagle1", "medusa", "medusa2", "hydra", "mtp", "small"}
+    known = {"eagle3", "eagle31", "eagle1", "medusa", "medusa2", "hydra", "mtp", "small", "dflash"}
+    assert drafted >= known

@@ -87,6 +87,10 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("vllm", "eagle1", {"block": BLOCK.model_copy(update={"rotary_share": 0.5})}, "share: 1.0"),
     ("sglang", "medusa", {}, "loads no medusa drafter; export it --to vllm"),
     ("vllm", "hydra", {}, "loads no hydra drafter; no server has heads"),
+    *(
+        (server, "dflash", {"taps": [1, 2]}, f"no dflash drafter is written for {server} .* yet")
+        for server in export.SERVERS
+    ),
     ("vllm", "medusa", {"heads": 2}, "3 is more than this drafter's 2 depths"),
     ("vllm", "medusa", {"heads": 3, "draft_vocab": 20}, "train without draft_vocab"),
     ("transformers", "eagle", EAGLE, "export it --to vllm or sglang or tensorrt-llm or llama.cpp"),

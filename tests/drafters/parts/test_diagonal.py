@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import tiny
 from draftsmith.drafters.batch import align
 from draftsmith.drafters.parts import diagonal, one_layer
 from draftsmith.drafters.parts.diagonal import causal_and_diagonal, dense
+from largest import Largest
 from objectives import drafter, packed
 
 Attend = Callable[..., Tensor]
@@ -104,19 +103,6 @@ def test_in_the_unroll_of_packed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     for ours, theirs in zip(*both, strict=True):
         scale = float(theirs.detach().abs().max())
         torch.testing.assert_close(ours, theirs, atol=1e-5 * max(scale, 1), rtol=1e-5)
-
-
-class Largest(TorchDispatchMode):
-    """Notes the largest tensor of floats that any operation returns."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                self.numel = max(self.numel, leaf.numel())
-        return out
 
 
 def test_no_scores_in_memory() -> None:

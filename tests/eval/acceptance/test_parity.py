@@ -91,8 +91,8 @@ def test_guesses_are_equal_at_any_temperature(family_name: str, sampler: Sampler
 @pytest.mark.parametrize(
     ("name", "k"),
     [
-        ("toy-block", 4),
-        *product(("toy-block", "medusa", "hydra"), (2, 3)),
+        *product(("toy-block", "dflash"), (2, 4)),
+        *product(("medusa", "hydra"), (2, 3)),
         ("eagle1", 3),
         ("mtp", 3),
         ("mtp chain", 3),
@@ -117,6 +117,8 @@ def test_greedy_counts_of_other_shapes(name: str, k: int) -> None:
         ("mtp", "Qwen3", CUT, 2),
         ("mtp chain", "Llama", PLAIN, 3),
         ("toy-block", "Llama", PLAIN, 3),
+        ("dflash", "Llama", PLAIN, 3),
+        ("dflash", "Gemma3", CUT, 3),
         ("medusa", "Llama", PLAIN, 3),
         ("hydra", "Qwen3", CUT, 3),
     ],

@@ -19,7 +19,17 @@ from draftsmith.eval.acceptance.replay import text_ratios
 from draftsmith.eval.overlap import row_stats
 from replays import CHAT, SAMPLERS, drafter, flags
 
-FAMILIES = ("ngram", "small", "eagle", "eagle1", "mtp chain", "medusa", "hydra", "toy-block")
+FAMILIES = (
+    "ngram",
+    "small",
+    "eagle",
+    "eagle1",
+    "mtp chain",
+    "medusa",
+    "hydra",
+    "dflash",
+    "toy-block",
+)
 K = 3
 
 

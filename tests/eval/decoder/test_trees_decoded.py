@@ -37,6 +37,7 @@ from tree_checks import ABLE, DRAWN, GREEDY, PLAIN, SHAPES, UNEVEN, WARM, check_
         ("toy-block", "Llama"),
         ("medusa", "Llama"),
         ("hydra", "Llama"),
+        ("dflash", "Llama"),
     ],
 )
 def test_greedy_trees_equal_generate(name: str, family: str, policy: Policy) -> None:
@@ -158,6 +159,8 @@ def test_a_wrong_rule_bends_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
         ("mtp chain", WARM, UNEVEN),
         ("toy-block", GREEDY, SHAPES[0]),
         ("toy-block", WARM, UNEVEN),
+        ("dflash", GREEDY, SHAPES[1]),
+        ("dflash", WARM, UNEVEN),
         ("medusa", GREEDY, UNEVEN),
         ("medusa", WARM, SHAPES[1]),
         ("hydra", GREEDY, SHAPES[0]),

@@ -65,6 +65,8 @@ SETTINGS = {
     "EAGLE-3.1": ("eagle", {"fc_norm": True, "norm_before_fc": True, "norm_output": True}),
     "eagle1": ("eagle1", {}),
     "mtp": ("mtp", {}),
+    "dflash": ("dflash", {}),
+    "dflash, own head": ("dflash", {"head": "own"}),
     "mtp chain": ("mtp", {"modules": 3}),
     "small": ("small", {}),
     "own embeddings": ("small", {"embeddings": "own"}),
@@ -171,6 +173,8 @@ def block_of(inner: int, wide: int, norms: int) -> int:
         ("qwen3-8b-eagle3", 3 * 4096**2 + block_of(12288, 2, 4) + 32000 * 4096),
         ("llama31-8b-eagle1", 2 * 4096**2 + block_of(14336, 1, 1)),
         ("qwen3-8b-mtp", 2 * 4096**2 + block_of(12288, 1, 5)),
+        ("qwen3-8b-dflash", 5 * (4096**2 + block_of(12288, 1, 2) + 2 * 128) + 2 * 4096),
+        ("llama31-8b-dflash", 5 * (4096**2 + block_of(14336, 1, 2) + 2 * 128) + 2 * 4096),
     ],
 )
 def test_recipes_of_large_targets(name: str, parameters: int, tmp_path: Path) -> None:

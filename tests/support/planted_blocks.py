@@ -1,0 +1,67 @@
+"""Planted faults of block drafters: what users of other trainers met (blocks that see too much, a
+slot or a position off by one, masks left random)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.drafters import dflash
+from planted import Patch, widened
+
+
+def block_sees_next_features(patch: Patch) -> None:
+    """In unroll, a block's context reaches one position too far."""
+
+    def wrong(query: Tensor, key0: Tensor, value0: Tensor, seen: Tensor, *own: Any) -> Tensor:
+        return attend(query, key0, value0, widened(seen), *own)
+
+    attend = dflash.context_and_block
+    patch.setattr(dflash, "context_and_block", wrong)
+
+
+def blocks_overlap(patch: Patch) -> None:
+    """In unroll, a block also sees the next anchor's block, whose root it should predict."""
+
+    def wrong(query: Tensor, key0: Tensor, value0: Tensor, seen: Tensor, *own: Tensor) -> Tensor:
+        both = (torch.cat([kv, kv.roll(-1, dims=2)], dim=3) for kv in own)
+        return attend(query, key0, value0, seen, *both)
+
+    attend = dflash.context_and_block
+    patch.setattr(dflash, "context_and_block", wrong)
+
+
+def slot_one_early(patch: Patch) -> None:
+    """In propose, depth j is read from the slot before its own."""
+
+    def wrong(drafter: Any, states: Tensor) -> Any:
+        return from_states(drafter, states.roll(1, dims=1))
+
+    from_states = dflash.from_states
+    patch.setattr(dflash, "from_states", wrong)
+
+
+def random_masks(patch: Patch) -> None:
+    """The mask's embedding is drawn, not the target's."""
+
+    def wrong(self: Any, root: Tensor, count: int) -> Tensor:
+        out = slots(self, root, count)
+        noise = torch.randn(out.shape[-1], generator=torch.Generator().manual_seed(count))
+        return torch.cat([out[..., :1, :], noise.expand_as(out[..., 1:, :])], dim=-2)
+
+    slots = dflash.DFlash.slots
+    patch.setattr(dflash.DFlash, "slots", wrong)
+
+
+def random_masks_when_served(patch: Patch) -> None:
+    """As a folder without that row leaves them: training has it right."""
+
+    def wrong(*args: Any) -> Any:
+        with Patch.context() as within:
+            random_masks(within)
+            return propose(*args)
+
+    propose = dflash.DFlash.propose
+    patch.setattr(dflash.DFlash, "propose", wrong)

@@ -1,0 +1,104 @@
+"""Block drafters in the independent reference: one block at one anchor, slot by slot, in float64.
+
+weights are the drafter's tensors by name (draft_ids among them when its vocabulary is reduced),
+config its settings as a mapping: taps, head, layers, mask_token and block, the layers' shape;
+"drafted": how many tokens this draft has, as a block's states depend on it.
+
+DFlash (arXiv 2602.06036): the block is the root at position a+1 and one mask for each drafted
+token; a layer's keys and values are those of the fused features of positions up to a, and of the
+block; slot s is read for the token at position a+1+s.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reference_eagle import after_attention, rms, rotate, tapped
+
+
+def of_layer(weights: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
+    start = f"layers.{number}."
+    return {n.removeprefix(start): t for n, t in weights.items() if n.startswith(start)}
+
+
+def heads_of(
+    w: Mapping[str, Tensor], c: Mapping[str, Any], name: str, x: Tensor, position: int
+) -> Tensor:
+    """Heads (n, D) of one row: queries and keys normed where the layer norms, and turned."""
+    out = (w[f"self_attn.{name}_proj.weight"] @ x).view(-1, c["head_dim"])
+    if name == "v":
+        return out
+    if f"self_attn.{name}_norm.weight" in w:
+        scale = w[f"self_attn.{name}_norm.weight"]
+        out = torch.stack([rms(head, scale, c["rms_norm_eps"]) for head in out])
+    return rotate(out, position, c["rope_theta"])
+
+
+def mixture(
+    c: Mapping[str, Any], query: Tensor, keys: list[Tensor], values: list[Tensor]
+) -> Tensor:
+    """One query's attention over rows of keys and values, head by head."""
+    out = []
+    for h in range(c["num_heads"]):
+        g = h * c["num_kv_heads"] // c["num_heads"]
+        scores = torch.stack([query[h] @ key[g] for key in keys]) / math.sqrt(c["head_dim"])
+        out.append(scores.softmax(0) @ torch.stack([value[g] for value in values]))
+    return torch.cat(out)
+
+
+def block_states(
+    weights: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    hf: Any,
+    tokens: Sequence[int],
+    anchor: int,
+    slots: int,
+) -> list[Tensor]:
+    """The last layer's output at each slot of a block whose root is x_{anchor+1}."""
+    w, c = {name: t.double() for name, t in weights.items()}, config["block"]
+    eps = c["rms_norm_eps"]
+    features = tapped(hf, tokens[: anchor + 1], config["taps"])
+    context = [rms(w["fc.weight"] @ g, w["hidden_norm.weight"], eps) for g in features]
+    ids = torch.tensor([tokens[anchor + 1]] + [config["mask_token"]] * (slots - 1))
+    states = list(hf.get_input_embeddings()(ids).double())
+    for number in range(config["layers"]):
+        layer = of_layer(w, number)
+        read = [rms(x, layer["input_layernorm.weight"], eps) for x in states]
+        rows = [*enumerate(context), *enumerate(read, start=anchor + 1)]
+        keys = [heads_of(layer, c, "k", x, t) for t, x in rows]
+        values = [heads_of(layer, c, "v", x, t) for t, x in rows]
+        after = []
+        for s in range(slots):
+            query = heads_of(layer, c, "q", read[s], anchor + 1 + s)
+            mixed = layer["self_attn.o_proj.weight"] @ mixture(c, query, keys, values)
+            after.append(after_attention(layer, c, states[s] + mixed))
+        states = after
+    return states
+
+
+def block_head(
+    weights: Mapping[str, Tensor], config: Mapping[str, Any], hf: Any, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Logits over the draft vocabulary, and its target ids."""
+    head = hf.get_output_embeddings().weight.double()
+    ids = weights.get("draft_ids", torch.arange(len(head)))
+    rows = weights["lm_head.weight"].double() if config["head"] == "own" else head[ids]
+    norm = weights["norm.weight"].double()
+    return rows @ rms(state, norm, config["block"]["rms_norm_eps"]), ids
+
+
+@torch.no_grad()
+def dflash_logits(
+    weights: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    hf: Any,
+    tokens: Sequence[int],
+    anchor: int,
+    depth: int,
+) -> tuple[Tensor, Tensor]:
+    """Logits for x_{anchor+2+depth}, which stands at slot depth + 1."""
+    states = block_states(weights, config, hf, tokens, anchor, config["drafted"] + 1)
+    return block_head(weights, config, hf, states[depth + 1])

@@ -245,7 +245,7 @@ class Drafter(nn.Module, ABC, Generic[State]):
         return {n: t.detach().contiguous() for n, t in kept.items()}
 
 
-BUILT_IN = ("ngram", "small", "medusa", "hydra", "eagle", "eagle1", "mtp", "dflash")
+BUILT_IN = ("ngram", "small", "medusa", "hydra", "eagle", "eagle1", "mtp", "dflash", "dspark")
 _FAMILIES: dict[str, type[Drafter]] = {}
 
 

@@ -41,9 +41,12 @@ from planted import (
 from planted_blocks import (
     block_sees_next_features,
     blocks_overlap,
+    markov_one_late,
+    markov_reads_the_root,
     random_masks,
     random_masks_when_served,
     slot_one_early,
+    slots_of_dflash,
 )
 from planted_drafts import (
     chain_one_module_late,
@@ -138,14 +141,19 @@ FAULTS: list[tuple[Callable[[Patch], None], Check]] = [
         (partial(fault, "dflash"), partial(views, "dflash"))
         for fault in (taps_swapped_when_served, rope_one_late, draft_keys_kept)
     ),
-    (position_one_late, partial(views, "dflash")),
-    (partial(rope_one_late, "dflash"), partial(known, "dflash")),
+    (partial(rope_one_late, "dspark"), partial(views, "dspark")),
+    *((position_one_late, partial(views, name)) for name in ("dflash", "dspark")),
+    *((partial(rope_one_late, name), partial(known, name)) for name in ("dflash", "dspark")),
     *((neighbouring_layer, partial(known, name)) for name in ("eagle", "dflash")),
     (block_sees_next_features, partial(views, "dflash")),
     (block_sees_next_features, partial(future, "dflash", "features")),
     (blocks_overlap, partial(future, "dflash", "tokens")),
-    (slot_one_early, partial(views, "dflash")),
-    (slot_one_early, partial(known, "dflash")),
+    *((slot_one_early, partial(views, name)) for name in ("dflash", "dspark")),
+    *((slot_one_early, partial(known, name)) for name in ("dflash", "dspark")),
+    (slots_of_dflash, partial(views, "dspark")),
+    *((markov_reads_the_root, partial(check, "dspark")) for check in (views, known)),
+    (markov_one_late, partial(views, "dspark")),
+    (markov_one_late, partial(future, "dspark", "tokens")),
     (random_masks, partial(known, "dflash")),
     (random_masks_when_served, partial(views, "dflash")),
     (partial(taps_swapped_when_served, "toy-block"), partial(views, "toy-block")),

@@ -25,7 +25,7 @@ from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.target.target import Target
 
 # "mtp" is the recursive module, "mtp chain" one for each depth.
-HEADS = ("eagle", "eagle1", "mtp", "mtp chain", "medusa", "hydra", "dflash")
+HEADS = ("eagle", "eagle1", "mtp", "mtp chain", "medusa", "hydra", "dflash", "dspark")
 DRAFTERS = (*HEADS, "small", "ngram", "toy-block")
 LAWFUL = tuple(name for name in DRAFTERS if name != "ngram")
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -35,6 +35,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "hydra": {"heads": 3, "layers": 2},
     "mtp chain": {"modules": 3},
     "dflash": {"taps": [1, 3], "layers": 2, "block_size": 6, "draft_vocab": 40},
+    "dspark": {"taps": [1, 4], "layers": 2, "block_size": 5, "draft_vocab": 40, "markov_rank": 6},
 }
 SCALES = {"hydra": 0.2, "eagle1": 0.12}  # of weights; no norm holds EAGLE-1's states at one size
 REFERENCES = {
@@ -44,6 +45,7 @@ REFERENCES = {
     "medusa": reference_heads.head_logits,
     "hydra": reference_heads.head_logits,
     "dflash": reference_blocks.dflash_logits,
+    "dspark": reference_blocks.dspark_logits,
 }
 K = 4
 PLAIN = Sampler()

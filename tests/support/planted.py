@@ -13,7 +13,18 @@ from torch import Tensor, nn
 
 import laws_of_drafts
 import toys
-from draftsmith.drafters import batch, dflash, eagle, eagle1, hydra, medusa, mtp, ngram, small
+from draftsmith.drafters import (
+    batch,
+    dflash,
+    dspark,
+    eagle,
+    eagle1,
+    hydra,
+    medusa,
+    mtp,
+    ngram,
+    small,
+)
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.parts import one_layer
 from draftsmith.drafters.target.attention import Step
@@ -32,6 +43,7 @@ CLASSES: dict[str, type] = {
     "medusa": medusa.Medusa,
     "hydra": hydra.Hydra,
     "dflash": dflash.DFlash,
+    "dspark": dspark.DSpark,
     "toy-block": toys.ToyBlock,
 }
 

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.drafters import dflash
+from draftsmith.drafters import dflash, dspark
+from draftsmith.drafters.base import Unroll
+from draftsmith.drafters.batch import Batch
 from planted import Patch, widened
 
 
@@ -65,3 +67,45 @@ def random_masks_when_served(patch: Patch) -> None:
 
     propose = dflash.DFlash.propose
     patch.setattr(dflash.DFlash, "propose", wrong)
+
+
+def slots_of_dflash(patch: Patch) -> None:
+    """unroll takes DSpark's slots for DFlash's: depth j stands one slot late."""
+
+    def wrong(self: Any, *args: Any) -> Any:
+        with Patch.context() as within:
+            within.setattr(dspark.DSpark, "first", 1)
+            return unroll(self, *args)
+
+    unroll = dspark.DSpark.unroll
+    patch.setattr(dspark.DSpark, "unroll", wrong)
+
+
+def markov_reads_the_root(patch: Patch) -> None:
+    """In propose the Markov head goes on reading the root, not the draft before."""
+
+    def wrong(drafter: Any, states: Tensor) -> Any:
+        forward, root = from_states(drafter, states), []
+
+        def stuck(tokens: Tensor, *rest: Tensor) -> Tensor:
+            root.append(tokens)
+            return forward(root[0][:, :1].expand_as(tokens), *rest)
+
+        return stuck
+
+    from_states = dflash.from_states
+    patch.setattr(dflash, "from_states", wrong)
+
+
+def markov_one_late(patch: Patch) -> None:
+    """In unroll the Markov head reads the token that it should predict."""
+
+    def wrong(self: Any, batch: Batch, alignment: Any) -> Unroll:
+        out = unroll(self, batch, alignment)
+        there, label = out.index >= 0, alignment.label[..., : out.index.shape[2]]
+        out.prev = torch.empty_like(out.prev)
+        out.prev[out.index[there]] = label[there]
+        return out
+
+    unroll = dspark.DSpark.unroll
+    patch.setattr(dspark.DSpark, "unroll", wrong)

@@ -7,6 +7,9 @@ config its settings as a mapping: taps, head, layers, mask_token and block, the 
 DFlash (arXiv 2602.06036): the block is the root at position a+1 and one mask for each drafted
 token; a layer's keys and values are those of the fused features of positions up to a, and of the
 block; slot s is read for the token at position a+1+s.
+
+DSpark (arXiv 2607.05147): the same layers over a block of as many slots as drafted tokens, slot s
+read for the token at position a+2+s; W2 W1[x] is added to its logits, x the token before that one.
 """
 
 import math
@@ -102,3 +105,37 @@ def dflash_logits(
     """Logits for x_{anchor+2+depth}, which stands at slot depth + 1."""
     states = block_states(weights, config, hf, tokens, anchor, config["drafted"] + 1)
     return block_head(weights, config, hf, states[depth + 1])
+
+
+@torch.no_grad()
+def dspark_logits(
+    weights: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    hf: Any,
+    tokens: Sequence[int],
+    anchor: int,
+    depth: int,
+) -> tuple[Tensor, Tensor]:
+    """Logits for x_{anchor+2+depth}, read from slot depth and the token before it."""
+    state = block_states(weights, config, hf, tokens, anchor, config["drafted"])[depth]
+    logits, ids = block_head(weights, config, hf, state)
+    first = weights["markov_head.markov_w1.weight"].double()[tokens[anchor + 1 + depth]]
+    return logits + weights["markov_head.markov_w2.weight"].double() @ first, ids
+
+
+@torch.no_grad()
+def confidence(
+    weights: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    hf: Any,
+    tokens: Sequence[int],
+    anchor: int,
+    depth: int,
+) -> float:
+    """DSpark's own guess of the chance that x_{anchor+2+depth} is accepted."""
+    w = {name: t.double() for name, t in weights.items()}
+    state = block_states(weights, config, hf, tokens, anchor, config["drafted"])[depth]
+    normed = rms(state, w["norm.weight"], config["block"]["rms_norm_eps"])
+    first = w["markov_head.markov_w1.weight"][tokens[anchor + 1 + depth]]
+    said = w["confidence_head.proj.weight"][0] @ torch.cat([normed, first])
+    return float(torch.sigmoid(said + w["confidence_head.proj.bias"][0]))

@@ -88,8 +88,9 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("sglang", "medusa", {}, "loads no medusa drafter; export it --to vllm"),
     ("vllm", "hydra", {}, "loads no hydra drafter; no server has heads"),
     *(
-        (server, "dflash", {"taps": [1, 2]}, f"no dflash drafter is written for {server} .* yet")
+        (server, name, {"taps": [1, 2]}, f"no {name} drafter is written for {server} .* yet")
         for server in export.SERVERS
+        for name in ("dflash", "dspark")
     ),
     ("vllm", "medusa", {"heads": 2}, "3 is more than this drafter's 2 depths"),
     ("vllm", "medusa", {"heads": 3, "draft_vocab": 20}, "train without draft_vocab"),

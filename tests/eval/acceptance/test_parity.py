@@ -91,7 +91,7 @@ def test_guesses_are_equal_at_any_temperature(family_name: str, sampler: Sampler
 @pytest.mark.parametrize(
     ("name", "k"),
     [
-        *product(("toy-block", "dflash"), (2, 4)),
+        *product(("toy-block", "dflash", "dspark"), (2, 4)),
         *product(("medusa", "hydra"), (2, 3)),
         ("eagle1", 3),
         ("mtp", 3),
@@ -119,6 +119,8 @@ def test_greedy_counts_of_other_shapes(name: str, k: int) -> None:
         ("toy-block", "Llama", PLAIN, 3),
         ("dflash", "Llama", PLAIN, 3),
         ("dflash", "Gemma3", CUT, 3),
+        ("dspark", "Llama", PLAIN, 3),
+        ("dspark", "Qwen3", CUT, 3),
         ("medusa", "Llama", PLAIN, 3),
         ("hydra", "Qwen3", CUT, 3),
     ],

@@ -28,6 +28,7 @@ FAMILIES = (
     "medusa",
     "hydra",
     "dflash",
+    "dspark",
     "toy-block",
 )
 K = 3

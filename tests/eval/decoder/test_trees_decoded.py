@@ -38,6 +38,7 @@ from tree_checks import ABLE, DRAWN, GREEDY, PLAIN, SHAPES, UNEVEN, WARM, check_
         ("medusa", "Llama"),
         ("hydra", "Llama"),
         ("dflash", "Llama"),
+        ("dspark", "Llama"),
     ],
 )
 def test_greedy_trees_equal_generate(name: str, family: str, policy: Policy) -> None:
@@ -161,6 +162,8 @@ def test_a_wrong_rule_bends_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
         ("toy-block", WARM, UNEVEN),
         ("dflash", GREEDY, SHAPES[1]),
         ("dflash", WARM, UNEVEN),
+        ("dspark", GREEDY, UNEVEN),
+        ("dspark", WARM, SHAPES[1]),
         ("medusa", GREEDY, UNEVEN),
         ("medusa", WARM, SHAPES[1]),
         ("hydra", GREEDY, SHAPES[0]),

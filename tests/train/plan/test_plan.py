@@ -67,6 +67,7 @@ SETTINGS = {
     "mtp": ("mtp", {}),
     "dflash": ("dflash", {}),
     "dflash, own head": ("dflash", {"head": "own"}),
+    "dspark": ("dspark", {"draft_vocab": 20}),
     "mtp chain": ("mtp", {"modules": 3}),
     "small": ("small", {}),
     "own embeddings": ("small", {"embeddings": "own"}),
@@ -174,6 +175,24 @@ def block_of(inner: int, wide: int, norms: int) -> int:
         ("llama31-8b-eagle1", 2 * 4096**2 + block_of(14336, 1, 1)),
         ("qwen3-8b-mtp", 2 * 4096**2 + block_of(12288, 1, 5)),
         ("qwen3-8b-dflash", 5 * (4096**2 + block_of(12288, 1, 2) + 2 * 128) + 2 * 4096),
+        (
+            "qwen3-8b-dspark",
+            5 * (4096**2 + block_of(12288, 1, 2) + 2 * 128)
+            + 2 * 4096
+            + 2 * 256 * 151936
+            + 4096
+            + 256
+            + 1,
+        ),
+        (
+            "llama31-8b-dspark",
+            5 * (4096**2 + block_of(14336, 1, 2) + 2 * 128)
+            + 2 * 4096
+            + 2 * 256 * 128256
+            + 4096
+            + 256
+            + 1,
+        ),
         ("llama31-8b-dflash", 5 * (4096**2 + block_of(14336, 1, 2) + 2 * 128) + 2 * 4096),
     ],
 )

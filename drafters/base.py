@@ -245,7 +245,18 @@ class Drafter(nn.Module, ABC, Generic[State]):
         return {n: t.detach().contiguous() for n, t in kept.items()}
 
 
-BUILT_IN = ("ngram", "small", "medusa", "hydra", "eagle", "eagle1", "mtp", "dflash", "dspark")
+BUILT_IN = (
+    "ngram",
+    "small",
+    "medusa",
+    "hydra",
+    "eagle",
+    "eagle1",
+    "mtp",
+    "dflash",
+    "dspark",
+    "peagle",
+)
 _FAMILIES: dict[str, type[Drafter]] = {}
 
 

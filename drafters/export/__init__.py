@@ -33,7 +33,7 @@ _NOWHERE = {
 
 
 # Servers load these, but no writer makes their folders yet.
-_UNWRITTEN = ("dflash", "dspark")
+_UNWRITTEN = ("dflash", "dspark", "peagle")
 
 
 def server(name: str) -> Server:

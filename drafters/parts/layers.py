@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.shell import Shell
 
+_PACK = 64  # queries
+
 
 class BlockConfig(BaseModel):
     """Shape of a block; `like(target.config)` takes it from the target.
@@ -151,10 +153,14 @@ class SelfAttention(nn.Module):
         return key, self._split(self.v_proj(x), self.kv_heads)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
-        """Attention of few queries (B, heads, W, D) over keys (B, kv_heads, S, D), seen (B, W, S).
+        """Attention of queries (B, heads, W, D) over keys (B, kv_heads, S, D), seen (B, W, S).
 
-        A group's queries stand side by side, so that keys and values need not be repeated.
+        Few queries of a group stand side by side, so that keys and values need not be repeated;
+        many would repeat the mask, which is larger.
         """
+        if query.shape[2] > _PACK:
+            key, value = self.over_groups(key), self.over_groups(value)
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=seen.unsqueeze(1))
         groups = self.heads // self.kv_heads
         packed = query.unflatten(1, (self.kv_heads, groups)).flatten(2, 3)  # (B, kv, groups * W, D)
         mask = seen.repeat(1, groups, 1).unsqueeze(1)

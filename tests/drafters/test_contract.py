@@ -79,6 +79,30 @@ def test_eagle_variants(config: dict[str, Any]) -> None:
     check_reference(made, "Qwen3")
 
 
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("dflash", {"layers": 1, "head": "own", "draft_vocab": None, "mask_token": 7}),
+        ("dspark", {"layers": 1, "head": "own", "markov_rank": 3}),
+        ("peagle", {"layers": 1, "head": "target", "norm_before_residual": True}),
+        ("peagle", {"layers": 3, "norm_before_fc": True, "fc_norm": True, "mask_token": 7}),
+    ],
+    ids=str,
+)
+def test_block_variants(name: str, config: dict[str, Any]) -> None:
+    made = drafter(name, "Qwen3", **config)
+    check_views(made)
+    check_reference(made, "Qwen3")
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_blocks_of_another_layer(name: str) -> None:
+    """Faults: biases or norms that one view leaves out, and heads turned in part."""
+    block = BlockConfig.like(tiny.target("Qwen3").config)
+    odd = {"rotary_share": 0.5, "qkv_bias": True, "intermediate_size": 24, "num_kv_heads": 1}
+    check_views(drafter(name, "Qwen3", block=block.model_copy(update=odd)))
+
+
 def test_one_head_for_all_depths() -> None:
     """Faults: the target's rows of other tokens; blocks left out where no lm_head is trained."""
     made = drafter("hydra", "Qwen3", head="target", draft_vocab=30)

@@ -43,6 +43,9 @@ from planted_blocks import (
     blocks_overlap,
     markov_one_late,
     markov_reads_the_root,
+    mask_state_left_random,
+    masks_see_the_next_pair,
+    pairs_see_the_next_pair,
     random_masks,
     random_masks_when_served,
     slot_one_early,
@@ -142,6 +145,16 @@ FAULTS: list[tuple[Callable[[Patch], None], Check]] = [
         for fault in (taps_swapped_when_served, rope_one_late, draft_keys_kept)
     ),
     (partial(rope_one_late, "dspark"), partial(views, "dspark")),
+    *(
+        (partial(fault, "peagle"), partial(views, "peagle"))
+        for fault in (taps_swapped_when_served, rope_one_late, draft_keys_kept)
+    ),
+    (mask_state_left_random, partial(views, "peagle")),
+    (mask_state_left_random, partial(known, "peagle")),
+    (masks_see_the_next_pair, partial(views, "peagle")),
+    (masks_see_the_next_pair, partial(future, "peagle", "features")),
+    (pairs_see_the_next_pair, partial(views, "peagle")),
+    (pairs_see_the_next_pair, partial(future, "peagle", "features")),
     *((position_one_late, partial(views, name)) for name in ("dflash", "dspark")),
     *((partial(rope_one_late, name), partial(known, name)) for name in ("dflash", "dspark")),
     *((neighbouring_layer, partial(known, name)) for name in ("eagle", "dflash")),
@@ -180,7 +193,7 @@ FAULTS: list[tuple[Callable[[Patch], None], Check]] = [
     (deep_row_sees_next_pair, partial(future, "eagle", "features")),
     *(
         (partial(features_from_the_future, name), check)
-        for name in ("eagle", "medusa", "hydra", "dflash", "toy-block", "mtp chain")
+        for name in ("eagle", "medusa", "hydra", "dflash", "peagle", "toy-block", "mtp chain")
         for check in (partial(views, name), partial(future, name, "features"))
     ),
     *((partial(last_token_forgotten, name), partial(views, name)) for name in CLASSES),

@@ -189,6 +189,8 @@ def test_load_refuses_a_target_with_another_tokenizer(tmp_path: Path) -> None:
         ("toy-block", {"taps": [7]}, r"taps: layer 7 is not in 0\.\.4"),
         ("dflash", {"taps": [1, 1]}, "taps: .* twice"),
         ("dflash", {"taps": None}, "taps: .* 2 layers from 2 to L-2, needs 5 layers, .* has 4"),
+        ("peagle", {"mask_token": 48}, r"mask_token: 48 is not in 0\.\.47"),
+        ("peagle", {"norm_output": True}, "norm_output: peagle feeds no state back"),
         ("dflash", {"mask_token": 48}, r"mask_token: 48 is not in 0\.\.47"),
         ("small", {"layers": [0, 4]}, r"layers: 4 is not in 0\.\.3"),
         ("small", {"layers": [-1]}, r"layers: -1 is not in 0\.\.3"),

@@ -25,7 +25,7 @@ from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.target.target import Target
 
 # "mtp" is the recursive module, "mtp chain" one for each depth.
-HEADS = ("eagle", "eagle1", "mtp", "mtp chain", "medusa", "hydra", "dflash", "dspark")
+HEADS = ("eagle", "eagle1", "mtp", "mtp chain", "medusa", "hydra", "dflash", "dspark", "peagle")
 DRAFTERS = (*HEADS, "small", "ngram", "toy-block")
 LAWFUL = tuple(name for name in DRAFTERS if name != "ngram")
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -34,11 +34,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "medusa": {"heads": 3, "draft_vocab": 30},
     "hydra": {"heads": 3, "layers": 2},
     "mtp chain": {"modules": 3},
+    "peagle": {"taps": [1, 4], "layers": 2, "draft_vocab": 40},
     "dflash": {"taps": [1, 3], "layers": 2, "block_size": 6, "draft_vocab": 40},
     "dspark": {"taps": [1, 4], "layers": 2, "block_size": 5, "draft_vocab": 40, "markov_rank": 6},
 }
 SCALES = {"hydra": 0.2, "eagle1": 0.12}  # of weights; no norm holds EAGLE-1's states at one size
 REFERENCES = {
+    "peagle": reference_blocks.peagle_logits,
     "eagle": reference_eagle.eagle_logits,
     "eagle1": reference_mtp.eagle1_logits,
     "mtp": reference_mtp.mtp_logits,

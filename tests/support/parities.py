@@ -30,6 +30,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "medusa": {"heads": 3, "draft_vocab": 10},
     "hydra": {"heads": 3},
     "dflash": {"taps": [1, 3], "layers": 2, "block_size": 6, "draft_vocab": 10},
+    "peagle": {"taps": [1, 4], "layers": 2, "draft_vocab": 10},
     "dspark": {"taps": [1, 3], "layers": 2, "block_size": 5, "markov_rank": 6},
 }
 

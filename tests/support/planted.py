@@ -23,6 +23,7 @@ from draftsmith.drafters import (
     medusa,
     mtp,
     ngram,
+    peagle,
     small,
 )
 from draftsmith.drafters.base import Drafter
@@ -44,6 +45,7 @@ CLASSES: dict[str, type] = {
     "hydra": hydra.Hydra,
     "dflash": dflash.DFlash,
     "dspark": dspark.DSpark,
+    "peagle": peagle.PEagle,
     "toy-block": toys.ToyBlock,
 }
 

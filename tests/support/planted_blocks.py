@@ -3,12 +3,14 @@ slot or a position off by one, masks left random)."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.drafters import dflash, dspark
+from draftsmith.drafters import dflash, dspark, peagle
 from draftsmith.drafters.base import Unroll
 from draftsmith.drafters.batch import Batch
 from planted import Patch, widened
@@ -109,3 +111,38 @@ def markov_one_late(patch: Patch) -> None:
 
     unroll = dspark.DSpark.unroll
     patch.setattr(dspark.DSpark, "unroll", wrong)
+
+
+def mask_state_left_random(patch: Patch) -> None:
+    """In propose the learned state is another one, as a folder without it leaves it."""
+
+    def wrong(self: Any, *args: Any) -> Any:
+        kept = self.mask_hidden.data
+        self.mask_hidden.data = kept.flip(0)
+        try:
+            return propose(self, *args)
+        finally:
+            self.mask_hidden.data = kept
+
+    propose = peagle.PEagle.propose
+    patch.setattr(peagle.PEagle, "propose", wrong)
+
+
+def masks_see_the_next_pair(patch: Patch) -> None:
+    """In unroll, masks attend to g_{a+1} beside x_{a+2}."""
+
+    def wrong(query: Tensor, key0: Tensor, value0: Tensor, seen: Tensor, *own: Any) -> Tensor:
+        return attend(query, key0, value0, widened(seen), *own)
+
+    attend = peagle.context_and_block
+    patch.setattr(peagle, "context_and_block", wrong)
+
+
+def pairs_see_the_next_pair(patch: Patch) -> None:
+    """In unroll, the pass over pairs is not causal by one."""
+
+    def wrong(*args: Tensor, attn_mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*args, attn_mask=widened(attn_mask))
+
+    fake = SimpleNamespace(**{**vars(F), "scaled_dot_product_attention": wrong})
+    patch.setattr(peagle, "F", fake)

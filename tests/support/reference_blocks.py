@@ -10,6 +10,10 @@ block; slot s is read for the token at position a+1+s.
 
 DSpark (arXiv 2607.05147): the same layers over a block of as many slots as drafted tokens, slot s
 read for the token at position a+2+s; W2 W1[x] is added to its logits, x the token before that one.
+
+P-EAGLE (arXiv 2602.01469): rows as EAGLE-3's up to the anchor; those after it read one learned
+state in place of features, and the mask token. All layers are causal; those after the first are
+ordinary ones.
 """
 
 import math
@@ -19,11 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reference_eagle import after_attention, rms, rotate, tapped
+from reference_eagle import after_attention, attended, eagle_head, rms, rotate, tapped
 
 
-def of_layer(weights: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
-    start = f"layers.{number}."
+def of_layer(
+    weights: Mapping[str, Tensor], number: int, stack: str = "layers"
+) -> dict[str, Tensor]:
+    start = f"{stack}.{number}."
     return {n.removeprefix(start): t for n, t in weights.items() if n.startswith(start)}
 
 
@@ -139,3 +145,40 @@ def confidence(
     first = w["markov_head.markov_w1.weight"][tokens[anchor + 1 + depth]]
     said = w["confidence_head.proj.weight"][0] @ torch.cat([normed, first])
     return float(torch.sigmoid(said + w["confidence_head.proj.bias"][0]))
+
+
+@torch.no_grad()
+def peagle_logits(
+    weights: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    hf: Any,
+    tokens: Sequence[int],
+    anchor: int,
+    depth: int,
+) -> tuple[Tensor, Tensor]:
+    """Logits for x_{anchor+2+depth}, from the row that stands at position anchor + depth."""
+    w, c = {name: t.double() for name, t in weights.items()}, config["block"]
+    eps = c["rms_norm_eps"]
+    features = [*tapped(hf, tokens[: anchor + 1], config["taps"])]
+    ids = [*tokens[1 : anchor + 2], *[config["mask_token"]] * depth]
+    embedded = hf.get_input_embeddings()(torch.tensor(ids)).double()
+    reads, rows = [], []
+    for e, g in zip(embedded, features + [w["mask_hidden"]] * depth, strict=True):
+        if config["norm_before_fc"]:
+            g = rms(g, w["input_norm.weight"], eps)
+        if config["fc_norm"]:
+            parts = g.view(len(config["taps"]), -1)
+            g = torch.cat([rms(p, w[f"fc_norm.{i}.weight"], eps) for i, p in enumerate(parts)])
+        state = w["fc.weight"] @ g
+        normed = rms(state, w["hidden_norm.weight"], eps)
+        reads.append(torch.cat([rms(e, w["input_layernorm.weight"], eps), normed]))
+        rows.append(normed if config["norm_before_residual"] else state)
+    for number in range(config["layers"]):
+        layer = of_layer(w, number - 1, "more") if number else w
+        if number:
+            reads = [rms(x, layer["input_layernorm.weight"], eps) for x in rows]
+        keys, values, after = [], [], []
+        for t, (x, row) in enumerate(zip(reads, rows, strict=True)):
+            after.append(after_attention(layer, c, row + attended(layer, c, x, t, keys, values)))
+        rows = after
+    return eagle_head(weights, config, hf, rows[-1])

@@ -26,6 +26,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "hydra": {"heads": 3},
     "mtp chain": {"modules": 3},
     "dflash": {"taps": [1, 3], "layers": 2, "block_size": 5, "draft_vocab": 10},
+    "peagle": {"taps": [1, 4], "layers": 2, "draft_vocab": 10},
     "dspark": {"taps": [1, 3], "layers": 2, "block_size": 4, "markov_rank": 4},
 }
 

@@ -46,6 +46,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle1": {"regression": 10, "feature_noise": 0.1},
     "mtp": {},
     "dflash": {"taps": [1, 3], "layers": 2, "block_size": 4, "draft_vocab": 32},
+    "peagle": {"taps": [1, 4], "layers": 2, "draft_vocab": 32},
     "dspark": {"taps": [1, 3], "layers": 2, "block_size": 3, "markov_rank": 8},
     "small": {"layers": [0, 3]},
 }

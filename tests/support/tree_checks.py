@@ -21,7 +21,15 @@ from draftsmith.eval.decoder.loop import Decoder
 from draftsmith.eval.decoder.text import Text
 
 GREEDY, PLAIN, WARM = Sampler(0.0), Sampler(1.0), Sampler(0.8, top_k=8, top_p=0.95)
-ABLE = ("eagle", "medusa", "hydra", "dflash", "dspark", "toy-block")  # families that draft trees
+ABLE = (
+    "eagle",
+    "medusa",
+    "hydra",
+    "dflash",
+    "dspark",
+    "peagle",
+    "toy-block",
+)  # families that draft trees
 UNEVEN = StaticTree(((0,), (1,), (2,), (0, 0), (0, 2), (2, 1), (0, 0, 0), (2, 1, 0), (2, 1, 3)))
 DRAWN = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 1, 0)), drawn=True)
 SHAPES = [Tree(3, budget=7, branch=3), Tree(3, budget=12, branch=12), UNEVEN]

@@ -72,7 +72,9 @@ def largest_file(size: int) -> Iterator[None]:
 # ---------------------------------------------------------------- a run
 
 
-@pytest.mark.parametrize("drafter", ["eagle", "hydra", "mtp", "dflash", "dspark", "small"])
+@pytest.mark.parametrize(
+    "drafter", ["eagle", "hydra", "mtp", "dflash", "dspark", "peagle", "small"]
+)
 def test_a_run_trains(world: World, drafter: str) -> None:
     """The loss falls, replay tau rises above step 0, and the folder holds what is promised."""
     run = trained(world, f"long-{drafter}", drafter, steps=24, save_every=8)

@@ -90,7 +90,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     *(
         (server, name, {"taps": [1, 2]}, f"no {name} drafter is written for {server} .* yet")
         for server in export.SERVERS
-        for name in ("dflash", "dspark")
+        for name in ("dflash", "dspark", "peagle")
     ),
     ("vllm", "medusa", {"heads": 2}, "3 is more than this drafter's 2 depths"),
     ("vllm", "medusa", {"heads": 3, "draft_vocab": 20}, "train without draft_vocab"),

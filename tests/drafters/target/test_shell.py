@@ -261,7 +261,9 @@ def test_a_shell_knows_layers_of_their_own_attention(tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle1", "medusa", "mtp", "dflash", "dspark", "small"])
+@pytest.mark.parametrize(
+    "name", ["eagle", "eagle1", "medusa", "mtp", "dflash", "dspark", "peagle", "small"]
+)
 def test_drafters_take_a_shell(name: str, tmp_path: Path) -> None:
     """Fault: a drafter asks for more of its target than a shell has. What reads the batch is the
     target; what drafts, and what losses and replay compare it with, is not."""
@@ -270,6 +272,7 @@ def test_drafters_take_a_shell(name: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "eagle": {"taps": [1, 4]}, "small": {"layers": [0, 3]}, "dflash": {"taps": [1, 4]},
         "dspark": {"taps": [1, 4]},
+        "peagle": {"taps": [1, 4]},
     }  # fmt: skip
     found = []
     for of in (alone, whole):

@@ -93,6 +93,7 @@ def test_guesses_are_equal_at_any_temperature(family_name: str, sampler: Sampler
     [
         *product(("toy-block", "dflash", "dspark"), (2, 4)),
         *product(("medusa", "hydra"), (2, 3)),
+        ("peagle", 4),
         ("eagle1", 3),
         ("mtp", 3),
         ("mtp chain", 3),
@@ -120,6 +121,8 @@ def test_greedy_counts_of_other_shapes(name: str, k: int) -> None:
         ("dflash", "Llama", PLAIN, 3),
         ("dflash", "Gemma3", CUT, 3),
         ("dspark", "Llama", PLAIN, 3),
+        ("peagle", "Llama", PLAIN, 3),
+        ("peagle", "Qwen3", CUT, 3),
         ("dspark", "Qwen3", CUT, 3),
         ("medusa", "Llama", PLAIN, 3),
         ("hydra", "Qwen3", CUT, 3),

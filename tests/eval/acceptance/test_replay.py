@@ -187,7 +187,9 @@ def test_each_turn_is_its_own_text(name: str) -> None:
         same(table, known)
 
 
-@pytest.mark.parametrize("name", [*DRAFTERS, "medusa", "hydra", "dflash", "dspark", "toy-block"])
+@pytest.mark.parametrize(
+    "name", [*DRAFTERS, "medusa", "hydra", "dflash", "dspark", "peagle", "toy-block"]
+)
 def test_packed_segments_are_split(name: str) -> None:
     """A packed sample gives the table that it gives alone; nothing runs over a boundary."""
     ids = [tokens * 8 for tokens in tiny.prompts(4, 7, VOCAB)]

@@ -29,6 +29,7 @@ FAMILIES = (
     "hydra",
     "dflash",
     "dspark",
+    "peagle",
     "toy-block",
 )
 K = 3

@@ -120,6 +120,7 @@ POLICIES = {
     "medusa": [StaticTree.of_widths((2, 2), drawn=True)],
     "hydra": [Tree(3, budget=8, branch=3)],
     "dflash": [Policy(3), Tree(2, budget=6, branch=6)],
+    "peagle": [Policy(3), Tree(3, budget=8, branch=3)],
     "dspark": [Policy(3), Tree(3, budget=8, branch=8)],
 }  # fmt: skip
 CASES = [(name, policy) for name, policies in POLICIES.items() for policy in policies]

@@ -39,6 +39,7 @@ from tree_checks import ABLE, DRAWN, GREEDY, PLAIN, SHAPES, UNEVEN, WARM, check_
         ("hydra", "Llama"),
         ("dflash", "Llama"),
         ("dspark", "Llama"),
+        ("peagle", "Llama"),
     ],
 )
 def test_greedy_trees_equal_generate(name: str, family: str, policy: Policy) -> None:
@@ -164,6 +165,8 @@ def test_a_wrong_rule_bends_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
         ("dflash", WARM, UNEVEN),
         ("dspark", GREEDY, UNEVEN),
         ("dspark", WARM, SHAPES[1]),
+        ("peagle", GREEDY, SHAPES[1]),
+        ("peagle", WARM, UNEVEN),
         ("medusa", GREEDY, UNEVEN),
         ("medusa", WARM, SHAPES[1]),
         ("hydra", GREEDY, SHAPES[0]),

@@ -68,6 +68,7 @@ SETTINGS = {
     "dflash": ("dflash", {}),
     "dflash, own head": ("dflash", {"head": "own"}),
     "dspark": ("dspark", {"draft_vocab": 20}),
+    "peagle": ("peagle", {}),
     "mtp chain": ("mtp", {"modules": 3}),
     "small": ("small", {}),
     "own embeddings": ("small", {"embeddings": "own"}),
@@ -192,6 +193,22 @@ def block_of(inner: int, wide: int, norms: int) -> int:
             + 4096
             + 256
             + 1,
+        ),
+        (
+            "qwen3-8b-peagle",
+            3 * 4096**2
+            + block_of(12288, 2, 4)
+            + 32000 * 4096
+            + 3 * block_of(12288, 1, 2)
+            + 3 * 4096,
+        ),
+        (
+            "llama31-8b-peagle",
+            3 * 4096**2
+            + block_of(14336, 2, 4)
+            + 32000 * 4096
+            + 3 * block_of(14336, 1, 2)
+            + 3 * 4096,
         ),
         ("llama31-8b-dflash", 5 * (4096**2 + block_of(14336, 1, 2) + 2 * 128) + 2 * 4096),
     ],

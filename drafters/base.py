@@ -35,7 +35,8 @@ class Unroll:
 
     hidden (M, H); index (B, A, K) into its rows, -1 where the depth does not exist or nothing is
     proposed; prev (M,) = x_{a+1+j}; depth (M,), 0 where rows are shared between depths.
-    extras {name: (M, ..)}: what else the family's own loss term reads.
+    extras {name: (M, ..)}: what else the family's own loss term reads; "confidence" (M,) is the
+    logit of the chance that a depth is accepted, of families that are `confident`.
     """
 
     hidden: Tensor
@@ -58,6 +59,12 @@ class Unroll:
         row = torch.arange(exists.shape[0], device=exists.device).view(-1, 1, 1)
         prev = batch.tokens[row, compare]  # (B, A, k) x_{a+1+j}
         return cls(states[exists], index, prev[exists], depth[exists])
+
+    @property
+    def survival(self) -> Tensor:
+        """(B, A, K): the chance, as predicted, that a depth and all before it are accepted."""
+        chance = F.pad(self.extras["confidence"].sigmoid(), (0, 1))  # at -1: nothing is proposed
+        return chance[self.index].cumprod(2)
 
 
 @dataclass
@@ -139,6 +146,7 @@ class Drafter(nn.Module, ABC, Generic[State]):
     rows_shared: ClassVar[bool] = False  # one row serves every (a, j) with the same a + j
     weights_per_depth: ClassVar[bool] = False  # each of `longest` depths has weights of its own
     trees: ClassVar[bool] = False  # whether it can draft trees
+    confident: ClassVar[bool] = False  # predicts whether its drafts are accepted
     capturable: ClassVar[bool] = True  # extend and propose read nothing on the host
 
     def __init__(self, target: Shell, config: Any) -> None:
@@ -210,6 +218,10 @@ class Drafter(nn.Module, ABC, Generic[State]):
         """Raises UserError for a policy that this drafter cannot follow."""
         if not (policy.is_chain or self.trees):
             raise UserError(f"{policy}: a {self.family} drafter drafts chains only; give k alone")
+        if policy.confidence is not None and not self.confident:
+            raise UserError(
+                f"{policy}: a {self.family} drafter predicts no acceptance; leave confidence out"
+            )
         if self.longest is not None and policy.k > self.longest:
             raise UserError(f"{policy}: deeper than this drafter's {self.longest}; lower k")
         if isinstance(policy, StaticTree):

@@ -152,11 +152,12 @@ class DFlash(ReducedVocab[BlockState]):
             slab.write(i, *layer.self_attn.keys(context, slots), 0, slots)
         slab.commit(counts)
 
-    def propose(
-        self, state: BlockState, root: Tensor, policy: Policy, sampler: Sampler, noise: Noise
-    ) -> Proposal:
-        """The block's keys lie in the slots after the context and are never committed."""
-        slab, N = state.slab, policy.k + self.first
+    def states(self, state: BlockState, root: Tensor, k: int) -> Tensor:
+        """Hidden states (B, k, H) of all depths after root (B,).
+
+        The block's keys lie in the slots after the context and are never committed.
+        """
+        slab, N = state.slab, k + self.first
         view, slots = slab.view(N), slab.slots(N)  # (B, N)
         seen = torch.arange(view, device=root.device) < slab.length.unsqueeze(1) + N
         seen = seen.unsqueeze(1).expand(-1, N, -1)  # (B, N, S)
@@ -165,8 +166,13 @@ class DFlash(ReducedVocab[BlockState]):
             attend, read = layer.self_attn, layer.input_layernorm(x)
             keys = slab.write(i, *attend.keys(read, slots), view, slots)
             x = layer.finish(x, attend.attend(attend.queries(read, slots), *keys, seen))
-        forward = from_states(self, x[:, self.first :])
-        return grow(root, slab.length, policy, self.vocab, sampler, noise, forward)
+        return x[:, self.first :]
+
+    def propose(
+        self, state: BlockState, root: Tensor, policy: Policy, sampler: Sampler, noise: Noise
+    ) -> Proposal:
+        forward = from_states(self, self.states(state, root, policy.k))
+        return grow(root, state.slab.length, policy, self.vocab, sampler, noise, forward)
 
 
 def even_taps(layers: int, count: int) -> list[int]:

@@ -26,7 +26,10 @@ from torch import Tensor, nn
 
 from draftsmith.drafters.base import Unroll, entry, register
 from draftsmith.drafters.batch import Alignment, Batch
-from draftsmith.drafters.dflash import DFlash, DFlashConfig
+from draftsmith.drafters.dflash import BlockState, DFlash, DFlashConfig
+from draftsmith.drafters.grow import Proposal, from_states, grow
+from draftsmith.drafters.policy import Policy
+from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.target.shell import Shell
 
 
@@ -68,6 +71,7 @@ class DSpark(DFlash):
     family = "dspark"
     Config = DSparkConfig
     first = 0
+    confident = True
     config: DSparkConfig
 
     def __init__(self, target: Shell, config: DSparkConfig) -> None:
@@ -80,10 +84,21 @@ class DSpark(DFlash):
         return super().logits(hidden, prev, depth) + self.markov_head(prev)
 
     def confidence(self, hidden: Tensor, prev: Tensor) -> Tensor:
-        """Logits (n,) of the chance that what follows prev (n,) is accepted."""
+        """Logits (..) of the chance that what follows prev (..) is accepted; hidden (.., H)."""
         row = self.markov_head.markov_w1(prev)
         read = torch.cat([self.norm(hidden), row], dim=-1).detach()
         return self.confidence_head.proj(read).squeeze(-1).float()
+
+    def propose(
+        self, state: BlockState, root: Tensor, policy: Policy, sampler: Sampler, noise: Noise
+    ) -> Proposal:
+        hidden = self.states(state, root, policy.k)  # (B, k, H)
+        forward = from_states(self, hidden)
+        out = grow(root, state.slab.length, policy, self.vocab, sampler, noise, forward)
+        if policy.confidence is not None:
+            survival = self.confidence(hidden, out.tokens[:, :-1]).sigmoid().cumprod(1)  # (B, k)
+            out.length = 1 + (survival >= policy.confidence).long().sum(1)  # it never rises
+        return out
 
     def unroll(self, batch: Batch, alignment: Alignment) -> Unroll:
         out = super().unroll(batch, alignment)

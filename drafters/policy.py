@@ -18,14 +18,24 @@ class Policy:
 
     block: a sampled chain is judged by block verification (Sun et al. 2403.10444), which keeps
     more of it than judging token by token; nothing changes where drafts are deterministic.
+
+    confidence: a draft ends before the first depth whose predicted survival, the chance that it and
+    all depths before it are accepted, is below this. Whether a depth is drafted depends on the
+    state and on the drafts before it, never on its own: the output's law stays the target's.
     """
 
     k: int
     block: bool = False
+    confidence: float | None = None
 
     def __post_init__(self) -> None:
         if self.k < 1:
             raise UserError(f"k: {self.k} is not a draft length; use 1 or more")
+        if self.confidence is not None and not 0 < self.confidence <= 1:
+            raise UserError(
+                f"confidence: {self.confidence} is no chance to cut at; use a number above 0, up "
+                "to 1"
+            )
 
     @property
     def is_chain(self) -> bool:
@@ -47,7 +57,8 @@ class Policy:
         return self.nodes
 
     def __str__(self) -> str:
-        return f"chain k={self.k}" + (", block rule" if self.block else "")
+        cut = "" if self.confidence is None else f", cut below {self.confidence:g}"
+        return f"chain k={self.k}" + (", block rule" if self.block else "") + cut
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,7 @@ class Tree(Policy):
     """
 
     block: bool = field(init=False, default=False)
+    confidence: float | None = field(init=False, default=None)
     budget: int = field(kw_only=True)
     branch: int = field(kw_only=True, default=10)
 
@@ -100,6 +112,7 @@ class StaticTree(Policy):
 
     k: int = field(init=False, default=1)
     block: bool = field(init=False, default=False)
+    confidence: float | None = field(init=False, default=None)
     paths: tuple[tuple[int, ...], ...]
     drawn: bool = False
 

@@ -238,7 +238,7 @@ def replay_of(
     """
     k = policy.k
     if policy.is_chain:
-        by_k = replay(drafter, batches, k, seed, policy.block)
+        by_k = replay(drafter, batches, k, seed, policy.block, policy.confidence)
         parity = compare(texts, by_k[k], deterministic)
         tau_by_k = {str(j): r.pooled.tau for j, r in by_k.items()}
         return ReplayedTexts(by_k[k].parts, by_k[k].pooled, tau_by_k, parity)

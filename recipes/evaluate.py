@@ -70,6 +70,10 @@ def evaluate(
     block: Annotated[
         bool, typer.Option("--block", help="Judge sampled chains by block verification.")
     ] = False,
+    confidence: Annotated[
+        float | None,
+        typer.Option(help="End a draft where its predicted survival falls below this (dspark)."),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option()] = 64,
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends a text.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for report.json.")] = None,
@@ -81,7 +85,9 @@ def evaluate(
         raise UserError("--static: gives a tree its shape; say how many tokens: --tree 16")
     if tree is not None and block:
         raise UserError("--block: judges chains; leave --tree out")
-    policy = Policy(k, block) if tree is None else Tree(k, budget=tree, branch=branch)
+    if tree is not None and confidence is not None:
+        raise UserError("--confidence: cuts chains; leave --tree out")
+    policy = Policy(k, block, confidence) if tree is None else Tree(k, budget=tree, branch=branch)
     if max_new_tokens < 1:
         raise UserError(f"--max-new-tokens: {max_new_tokens} leaves nothing to write; use >= 1")
     chosen = take_prompts(prompts, limit)

@@ -67,13 +67,24 @@ class TextRatios:
 
 @torch.no_grad()
 def text_ratios(
-    drafter: Drafter, batch: Batch, depths: int, first_prompt: int = 0
+    drafter: Drafter,
+    batch: Batch,
+    depths: int,
+    first_prompt: int = 0,
+    confidence: float | None = None,
 ) -> list[TextRatios]:
     """Ratios of every text in a batch that the target has read, at the batch's own sampler.
 
-    first_prompt numbers the batch's first (row, segment); further ones count up.
+    first_prompt numbers the batch's first (row, segment); further ones count up. confidence: where
+    drafts end, as in `Policy`.
     """
-    parts = [anchor_ratios(drafter, batch, *part) for part in unrolls(drafter, batch, depths)]
+    parts = []
+    for alignment, unroll in unrolls(drafter, batch, depths):
+        if confidence is None:
+            parts.append(anchor_ratios(drafter, batch, alignment, unroll))
+        else:
+            assert isinstance(unroll, Unroll)  # `Drafter.check` lets no other be cut
+            parts.append(_cut_ratios(drafter, batch, alignment, unroll, confidence))
     return by_text(TextRatios, batch, parts, first_prompt)
 
 
@@ -103,6 +114,19 @@ def anchor_ratios(
             ratio[exists] = torch.cat(ratios)
             gap[exists] = torch.cat(gaps)
     return alignment.anchors, ratio, exists.long().cumprod(2).sum(2), gap
+
+
+def _cut_ratios(
+    drafter: Drafter, batch: Batch, alignment: Alignment, unroll: Unroll, confidence: float
+) -> Stretch:
+    """`anchor_ratios` of what is drafted before predicted survival falls below confidence.
+
+    A survival as close to it as two logits in an fp32 tie counts as one.
+    """
+    survival = unroll.survival
+    kept = replace(unroll, index=torch.where(survival >= confidence, unroll.index, -1))
+    anchors, ratio, limit, gap = anchor_ratios(drafter, batch, alignment, kept)
+    return anchors, ratio, limit, torch.minimum(gap, (survival.double() - confidence).abs())
 
 
 def by_text(
@@ -261,14 +285,19 @@ def replay_report(
 
 
 def replay(
-    drafter: Drafter, batches: Iterable[Batch], k: int, seed: int = 0, block: bool = False
+    drafter: Drafter,
+    batches: Iterable[Batch],
+    k: int,
+    seed: int = 0,
+    block: bool = False,
+    confidence: float | None = None,
 ) -> dict[int, ReplayResult]:
     """Replay of chains at every draft length 1..k over batches the target has read.
 
-    block: under block verification, instead of token by token. A batch that is read when it is
-    drafted for is dropped before the next one is.
+    block: under block verification, instead of token by token. confidence: where drafts end, as in
+    `Policy`. A batch that is read when it is drafted for is dropped before the next one is.
     """
-    return replay_samplers(drafter, batches, k, [None], seed, block)[0]
+    return replay_samplers(drafter, batches, k, [None], seed, block, confidence)[0]
 
 
 def replay_samplers(
@@ -278,6 +307,7 @@ def replay_samplers(
     samplers: Sequence[Sampler | None],
     seed: int = 0,
     block: bool = False,
+    confidence: float | None = None,
 ) -> list[dict[int, ReplayResult]]:
     """`replay` with drafts made at each sampler; None: the batch's own.
 
@@ -291,7 +321,8 @@ def replay_samplers(
         for sampler, by_length in zip(samplers, found, strict=True):
             drafted = batch if sampler is None else replace(batch, sampler=sampler)
             for depths, known in by_length.items():
-                known += text_ratios(drafter, drafted, depths, known[-1].prompt + 1 if known else 0)
+                first = known[-1].prompt + 1 if known else 0
+                known += text_ratios(drafter, drafted, depths, first, confidence)
         del batch, drafted
     results = [
         {j: summarise(known.get(j, known[k]), j, seed=seed, block=block) for j in range(1, k + 1)}

@@ -144,6 +144,8 @@ def test_usage_errors_are_one_line(door: Door) -> None:
         (["--temperature", "nan"], "temperature: nan"),
         (["--top-k", "-1"], "top_k: -1"),
         (["--top-p", "0"], "top_p: 0"),
+        (["--confidence", "0"], "confidence: 0"),
+        (["--tree", "8", "--confidence", "0.5"], "--confidence: cuts chains"),
         (["--max-new-tokens", "0"], "--max-new-tokens: 0"),
         (["--prompts", "no-such-file.jsonl"], "no-such-file.jsonl"),
     ],

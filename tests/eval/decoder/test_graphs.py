@@ -121,7 +121,7 @@ POLICIES = {
     "hydra": [Tree(3, budget=8, branch=3)],
     "dflash": [Policy(3), Tree(2, budget=6, branch=6)],
     "peagle": [Policy(3), Tree(3, budget=8, branch=3)],
-    "dspark": [Policy(3), Tree(3, budget=8, branch=8)],
+    "dspark": [Policy(3), Policy(3, confidence=0.2), Tree(3, budget=8, branch=8)],
 }  # fmt: skip
 CASES = [(name, policy) for name, policies in POLICIES.items() for policy in policies]
 SAMPLERS = [Sampler(0.0), Sampler(0.8, top_k=9, top_p=0.95)]

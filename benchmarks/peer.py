@@ -26,6 +26,7 @@ from common import HERE, cell, markdown
 
 from draftsmith.drafters import base, storage
 from draftsmith.drafters.base import Drafter, Policy
+from draftsmith.drafters.passes import narrow
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.loop import Decoder
@@ -48,8 +49,8 @@ class Passes:
 
 
 def plain_hf(hf: Any) -> Any:
-    """A copy of an HF model with transformers' own attention back in place."""
-    out = copy.deepcopy(hf)
+    """A copy of an HF model with torch's linear layers and transformers' own attention."""
+    out = narrow.restore(copy.deepcopy(hf))
     out.set_attn_implementation("sdpa")
     return out.eval()
 

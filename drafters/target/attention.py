@@ -20,6 +20,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
+from draftsmith.drafters.passes import narrow
 from draftsmith.drafters.target.chain_cache import ChainCache, RowCache
 from draftsmith.drafters.target.slab import Slab
 
@@ -154,11 +155,17 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     step = _current()
-    if isinstance(step.slab, Slab):
-        key, value = step.slab.write(module.layer_idx, key, value, step.view, step.slots)
     B, heads, T, D = query.shape
     if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
         query = _tempered(query, module, step.positions)
+    if isinstance(step.slab, Slab):
+        if narrow.attends(query) and step.slots is not None:
+            keys, values = step.slab.stores(module.layer_idx, key, value)
+            return narrow.attend(
+                query, key, value, keys, values, step.slots, attention_mask,
+                scaling or D**-0.5, softcap or 0.0, s_aux,
+            ), None  # fmt: skip
+        key, value = step.slab.write(module.layer_idx, key, value, step.view, step.slots)
     groups = heads // key.shape[1]
     mask = attention_mask.to(query.dtype)  # which autocast may have lowered
     pack = groups > 1 and T <= _PACK and s_aux is None

@@ -14,6 +14,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from draftsmith.drafters.cache import cache_folder
 from draftsmith.drafters.errors import LOAD_ERRORS, model_error, reason
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ def converted(spec: str, file: Path, revision: str, body: bool) -> Path:
     so a conversion that was killed leaves a *.tmp folder that nobody reads (the next one removes
     it); of two at once the second waits for the first's lock and then uses its result.
     """
-    cache = Path(os.path.expanduser(os.environ.get("DRAFTSMITH_CACHE") or "~/.cache/draftsmith"))
+    cache = cache_folder()
     final = cache / f"{file.stem}-{revision[:16]}-v{CACHE_FORMAT}"
     if _complete(final):  # before anything is written: a read-only cache serves what it holds
         return final

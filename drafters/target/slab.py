@@ -67,19 +67,24 @@ class Slab:
 
         slots (B, W): `slots(W)`, from a caller who writes many layers.
         """
+        keys, values = self.stores(layer, key, value)
+        if slots is None:
+            slots = self.slots(key.shape[2])
+        for kept, new in ((keys, key), (values, value)):
+            if len(slots) == 1:  # a third of the time that _put takes, twice a layer
+                kept.index_copy_(2, slots[0].to(kept.device), new)
+            else:
+                self._put(kept, slots, new.transpose(1, 2))
+        return keys[:, :, :view], values[:, :, :view]
+
+    def stores(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """All slots of a layer's keys and values, made like key, value (B, Hkv, W, D) at first."""
         if layer not in self._keys:
             # Zeros, not empty: one NaN in a masked slot of V poisons the output (0 * NaN).
             for store, like in ((self._keys, key), (self._values, value)):
                 B, heads, _, dim = like.shape
                 store[layer] = like.new_zeros(B, heads, self.capacity, dim)
-        if slots is None:
-            slots = self.slots(key.shape[2])
-        for kept, new in ((self._keys[layer], key), (self._values[layer], value)):
-            if len(slots) == 1:  # a third of the time that _put takes, twice a layer
-                kept.index_copy_(2, slots[0].to(kept.device), new)
-            else:
-                self._put(kept, slots, new.transpose(1, 2))
-        return self._keys[layer][:, :, :view], self._values[layer][:, :, :view]
+        return self._keys[layer], self._values[layer]
 
     def commit(self, counts: Tensor) -> None:
         """Advances each row's length by counts (B,)."""

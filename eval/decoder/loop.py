@@ -19,6 +19,7 @@ from torch import Tensor
 
 from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.passes import narrow
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.selftest import capture_problem
 from draftsmith.drafters.target.target import Target
@@ -76,6 +77,7 @@ class Decoder:
         self.policy = policy or Policy(k=1)
         self.clock = Clock()
         self._cuda = target.device.type == "cuda"
+        narrow.prepare(target, drafter)
         if drafter is not None:
             drafter.check(self.policy)
             if not (target.trees or self.policy.is_chain):

@@ -13,7 +13,7 @@ from torch import Tensor
 from draftsmith.drafters import dflash, dspark, peagle
 from draftsmith.drafters.base import Unroll
 from draftsmith.drafters.batch import Batch
-from planted import Patch, widened
+from planted import Patch, everywhere, widened
 
 
 def block_sees_next_features(patch: Patch) -> None:
@@ -44,7 +44,7 @@ def slot_one_early(patch: Patch) -> None:
         return from_states(drafter, states.roll(1, dims=1))
 
     from_states = dflash.from_states
-    patch.setattr(dflash, "from_states", wrong)
+    everywhere(patch, from_states, wrong)
 
 
 def random_masks(patch: Patch) -> None:
@@ -96,7 +96,7 @@ def markov_reads_the_root(patch: Patch) -> None:
         return stuck
 
     from_states = dflash.from_states
-    patch.setattr(dflash, "from_states", wrong)
+    everywhere(patch, from_states, wrong)
 
 
 def markov_one_late(patch: Patch) -> None:

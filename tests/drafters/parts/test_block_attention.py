@@ -14,7 +14,7 @@ from contracts import drafter
 from draftsmith.drafters import dflash
 from draftsmith.drafters.batch import align
 from draftsmith.drafters.parts import block_attention
-from draftsmith.drafters.parts.block_attention import context_and_block, dense
+from draftsmith.drafters.parts.block_attention import context_and_block
 from draftsmith.drafters.parts.diagonal import causal_and_diagonal
 from largest import Largest
 from objectives import packed
@@ -43,6 +43,19 @@ def case(dtype: torch.dtype, N: int, M: int, seed: int = 0) -> tuple[list[Tensor
 def run(form: Attend, leaves: list[Tensor], seen: Tensor, own: Tensor | None) -> Tensor:
     query, key0, value0, key, value = leaves
     return form(query, key0, value0, seen, key, value, own)
+
+
+def dense(query: Tensor, key0: Tensor, value0: Tensor, seen: Tensor, *block: Any) -> Tensor:
+    """All scores at once, (B, h, A, N, T + M)."""
+    key, value, own = block if len(block) == 3 else (*block, None)
+    T, split = key0.shape[2], query.shape[2:4]
+    past = (query.flatten(2, 3) @ key0.transpose(-1, -2)).unflatten(2, split)
+    past = past.masked_fill(~seen[:, None, :, None], float("-inf"))
+    scores = query @ key.transpose(-1, -2)
+    scores = scores if own is None else scores.masked_fill(~own, float("-inf"))
+    weights = (torch.cat([past, scores], dim=-1) * query.shape[-1] ** -0.5).softmax(-1)
+    mixed = (weights[..., :T].flatten(2, 3) @ value0).unflatten(2, split)
+    return mixed + weights[..., T:] @ value
 
 
 def plain(query: Tensor, key0: Tensor, value0: Tensor, seen: Tensor, *own: Any) -> Tensor:
@@ -79,9 +92,14 @@ def test_the_dense_form_is_attention(N: int, M: int, own: Tensor | None) -> None
         torch.testing.assert_close(run(dense, leaves, seen, own), run(plain, leaves, seen, own))
 
 
+@pytest.mark.parametrize("device", ["cpu", "others"])
 @pytest.mark.parametrize(("N", "M", "own"), SHAPES)
-def test_the_merge_is_exact(N: int, M: int, own: Tensor | None, monkeypatch: Any) -> None:
+def test_the_merge_is_exact(
+    N: int, M: int, own: Tensor | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whole, and in parts of which the last one is short."""
+    if device == "others":
+        monkeypatch.setattr(block_attention, "_fuses", lambda query: False)
     for queries in (512, 4 * N):
         monkeypatch.setattr(block_attention, "QUERIES", queries)
         assert gap(context_and_block, torch.float64, N, M, own) < 1e-12

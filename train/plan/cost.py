@@ -63,7 +63,7 @@ def memory(recipe: Recipe, outline: Outline, texts: Texts, device: torch.device)
     uses = outline.uses(depths)
     passed = int(_passed(recipe, outline, tokens, learned, uses))
     acts = passed * uses * 3 * sum(m.in_features + m.out_features for m in outline.body) // 2
-    if outline.attends:
+    if outline.attentions:
         heads = target.config.num_attention_heads
         acts += 5 * depths * passed * heads * recipe.length // 2
     # Of held-out texts, a batch at a time but each of them whole: states, and those of the draft.
@@ -164,7 +164,15 @@ def seconds(
     )  # fmt: skip
     # Clipping and AdamW: a dozen walks over the weights.
     step = recipe.accumulation * micro + 12 * outline.trained / pace.rowwise
-    batch = _pass(recipe, outline, pace, REPLAYED, each, texts.share, backward=False)
+    # A drafter whose depths depend on the draft's length is replayed at each of them.
+    ks = [recipe.k] if outline.drafter.depth_causal else range(1, recipe.k + 1)
+    batch = sum(
+        _pass(
+            recipe, outline, pace, REPLAYED, each, texts.share, backward=False,
+            read=k == recipe.k, replayed=k,
+        )
+        for k in ks
+    )  # fmt: skip
     replays = (checkpoints(recipe) + 1) * recipe.heldout / REPLAYED
     parts = {"training": recipe.steps * step, "replays": replays * batch}
     if recipe.feature_cache:
@@ -188,13 +196,14 @@ def _pass(
     share: float,
     backward: bool,
     read: bool = True,
+    replayed: int | None = None,
 ) -> float:
     """Seconds to read `rows` rows of `length` tokens (read False: their states are on disk), unroll
-    the drafter and compare it."""
+    the drafter and compare it; replayed: at this draft length, not the recipe's."""
     target = outline.target
     H, V, Vd = target.hidden_size, target.vocab_size, outline.draft_vocab
     shared = type(outline.drafter).rows_shared
-    depths = 1 if shared else recipe.depths if backward else recipe.k
+    depths = 1 if shared else recipe.depths if backward else replayed or recipe.k
     tokens = rows * length
     compared = tokens * share  # positions whose target law is needed
     passes = 3 if backward else 1  # forward, and the gradients of inputs and of weights
@@ -209,7 +218,7 @@ def _pass(
         work += (passes - backward) * compared * body
     else:
         passed = _passed(recipe, outline, tokens, compared, uses) if backward else tokens
-        work += passes * passed * (body + depths * scores * outline.attends)
+        work += passes * passed * (body + depths * scores * outline.attentions)
     work += of_head * depths * compared * 2 * Vd * H
     walks = compared * (2 * V + (5 if backward else 3) * depths * Vd)
     return work / pace.matmul(int(tokens)) + walks / pace.rowwise

@@ -88,14 +88,17 @@ class Outline:
         self.draft_vocab = getattr(settings, "draft_vocab", None) or self.drafter.vocab.draft_size
         linears = [m for m in self.drafter.modules() if isinstance(m, nn.Linear)]
         heads = [m for m in linears if m.out_features in (self.draft_vocab, len(head))]
-        self.head_trained = any(m.weight.requires_grad for m in heads)
+        # Beside the target's, frozen, a drafter may have a narrow one (DSpark's Markov head).
+        own = getattr(settings, "head", "own") == "own"
+        self.head_trained = own and any(m.weight.requires_grad for m in heads)
         self.body = [m for m in linears if m not in heads]
-        self.attends = any(isinstance(m, SelfAttention) for m in self.drafter.modules())
+        longest, apart = self.drafter.longest or recipe.depths, self.drafter.weights_per_depth
+        attentions = sum(isinstance(m, SelfAttention) for m in self.drafter.modules())
+        self.attentions = attentions // longest if apart else attentions  # that a depth passes
         # Without keys, a drafter reads anchors alone.
-        self.anchors_only = not self.attends and not self.drafter.rows_shared
-        longest, own = self.drafter.longest or recipe.depths, self.drafter.weights_per_depth
-        if recipe.depths > longest or (own and recipe.depths < longest):
-            has = "has weights for" if own else "drafts at most"
+        self.anchors_only = not self.attentions and not self.drafter.rows_shared
+        if recipe.depths > longest or (apart and recipe.depths < longest):
+            has = "has weights for" if apart else "drafts at most"
             raise UserError(
                 f"depths: {recipe.depths} in training, and the drafter {has} {longest}: "
                 f"set depths: {longest}, or change the drafter"

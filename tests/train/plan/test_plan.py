@@ -287,7 +287,7 @@ def check_flops(world: World, drafter: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["eagle", "small"])
+@pytest.mark.parametrize("drafter", ["eagle", "small", "dflash", "peagle"])
 def test_flops(world: World, drafter: str) -> None:
     check_flops(world, drafter)
 
@@ -316,6 +316,21 @@ def test_a_block_drafter_shares_its_weights(world: World) -> None:
     assert free == short and short[0] < deep[0] and short[1] < 0.9 * deep[1]
     with pytest.raises(UserError, match="depths: 5 .* drafts at most 4: set depths: 4"):
         planned(world, name, name, block=4, depths=5)
+
+
+def test_blocks_are_replayed_at_every_length(world: World) -> None:
+    """Their depths depend on k. Fault: the work of the longest alone."""
+    whole = planned(world, "whole", "dspark", k=3).seconds["replays"]
+    longest = planned(world, "whole", "peagle", k=3).seconds["replays"]
+    short = [planned(world, "short", name, k=1).seconds["replays"] for name in ("dspark", "peagle")]
+    assert whole / short[0] > 1.5 * longest / short[1]
+
+
+def test_a_narrow_head_is_no_trained_lm_head(world: World) -> None:
+    """Fault: a Markov head beside the target's frozen lm_head makes that one trained."""
+    ranks = [planned(world, "ranks", "dspark", markov_rank=r).seconds["training"] for r in (1, 8)]
+    bare = planned(world, "bare", "dflash", block_size=4, draft_vocab=None).seconds["training"]
+    assert ranks[0] == pytest.approx(ranks[1], rel=0.01) and ranks[0] < 1.01 * bare
 
 
 @pytest.mark.slow

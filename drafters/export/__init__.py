@@ -32,8 +32,8 @@ _NOWHERE = {
 }
 
 
-# Servers load these, but no writer makes their folders yet.
-_UNWRITTEN = ("dflash", "dspark", "peagle")
+# Servers load these, but no writer makes their files yet.
+_UNWRITTEN = {server: ("dflash", "dspark") for server in ("sglang", "llama.cpp", "tensorrt-llm")}
 
 
 def server(name: str) -> Server:
@@ -46,14 +46,13 @@ def server(name: str) -> Server:
 def check_family(name: str, family: str, k: int) -> None:
     """Raises UserError where a server cannot load a family, or drafts of k tokens."""
     chosen = server(name)
-    if family in _UNWRITTEN:
-        raise UserError(f"--to: no {family} drafter is written for {chosen} yet; decode it here")
     if family not in chosen.methods:
         others = [other.name for other in SERVERS.values() if family in other.methods]
         remedy = f"export it --to {' or '.join(others)}" if others else _NOWHERE.get(family, "")
-        raise UserError(
-            f"--to: {chosen} loads no {family} drafter; {remedy or 'decode it with draftsmith'}"
-        )
+        lacks = f"{chosen} loads no {family} drafter"
+        if family in _UNWRITTEN.get(name, ()):
+            lacks = f"no {family} drafter is written for {chosen} yet"
+        raise UserError(f"--to: {lacks}; {remedy or 'decode it with draftsmith'}")
     if chosen.limit is not None and k > chosen.limit:
         raise UserError(f"--k: {chosen} drafts at most {chosen.limit} tokens")
 

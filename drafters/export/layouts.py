@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,18 @@ import transformers
 from torch import Tensor
 
 from draftsmith.drafters import storage
+from draftsmith.drafters.dflash import DFlash
 from draftsmith.drafters.eagle import Eagle
 from draftsmith.drafters.eagle1 import Eagle1
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.export.server import D, Method, Serving
 from draftsmith.drafters.parts.layers import BlockConfig
 from draftsmith.drafters.small import Small
+from draftsmith.drafters.target.causal_lm import Tap
 from draftsmith.drafters.target.shell import Shell
 
 Form = tuple[dict[str, Any], dict[str, Tensor]]  # config.json, and what model.safetensors holds
+Head = Eagle | Eagle1 | DFlash
 
 
 def head(form: Callable[[D, Serving], Form]) -> Callable[[D, Path, Serving], None]:
@@ -43,8 +46,8 @@ def head(form: Callable[[D, Serving], Form]) -> Callable[[D, Path, Serving], Non
     return write
 
 
-def llama_body(drafter: Eagle | Eagle1, length: int) -> dict[str, Any]:
-    """A Llama config of one layer: the block's own rope, and positions up to the longest text.
+def llama_body(drafter: Head, length: int, layers: int = 1) -> dict[str, Any]:
+    """A Llama config of some layers: the block's own rope, and positions up to the longest text.
 
     rope_theta stands twice, as transformers 4 and 5 name it.
     """
@@ -55,7 +58,7 @@ def llama_body(drafter: Eagle | Eagle1, length: int) -> dict[str, Any]:
         "vocab_size": target.vocab_size,
         "hidden_size": block.hidden_size,
         "intermediate_size": block.intermediate_size,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": layers,
         "num_attention_heads": block.num_heads,
         "num_key_value_heads": block.num_kv_heads,
         "head_dim": block.head_dim,
@@ -72,7 +75,7 @@ def llama_body(drafter: Eagle | Eagle1, length: int) -> dict[str, Any]:
     }
 
 
-def block_of(drafter: Eagle | Eagle1) -> BlockConfig:
+def block_of(drafter: Head) -> BlockConfig:
     assert drafter.config.block is not None  # filled in by the constructor
     return drafter.config.block
 
@@ -80,30 +83,37 @@ def block_of(drafter: Eagle | Eagle1) -> BlockConfig:
 # EAGLE-3
 
 
-def layer_ids(drafter: Eagle) -> list[int]:
+def layer_ids(drafter: Head) -> list[int]:
     """The tapped layers, ascending: vLLM sorts them. Our ids: 0 is the embedding's output."""
     return sorted(tap for tap in drafter.taps if isinstance(tap, int))
 
 
-def check_block(block: BlockConfig, server: str) -> None:
-    """Raises UserError for what servers' Llama-type heads, plain Llama layers, do not have."""
+def check_block(block: BlockConfig, server: str, kind: str = "Llama", **differs: Any) -> None:
+    """Raises UserError for what servers' heads, plain Llama layers but for what differs, do not
+    have."""
     for key, field in BlockConfig.model_fields.items():
-        if not field.is_required() and getattr(block, key) != field.default:
-            plain = json.dumps(field.default)
+        known = differs.get(key, field.default)
+        if not field.is_required() and getattr(block, key) != known:
+            plain = json.dumps(known)
             raise UserError(
-                f"block.{key}: {server}'s Llama-type heads have {plain} alone; train with "
+                f"block.{key}: {server}'s {kind}-type heads have {plain} alone; train with "
                 f"{key}: {plain}"
             )
 
 
 def check_eagle3(drafter: Eagle, server: str, lowest: int = 0) -> None:
+    """Raises UserError for a layer that is no plain Llama's, and as `check_taps`."""
+    check_block(block_of(drafter), server)
+    check_taps(drafter.taps, drafter.target, server, lowest)
+
+
+def check_taps(taps: Sequence[Tap], target: Shell, server: str, lowest: int = 0) -> None:
     """Raises UserError for taps that no server can give: the final norm's output, and the last
     layer's, as servers record what a layer reads. lowest: the first id that the server can name."""
-    check_block(block_of(drafter), server)
-    last = drafter.target.num_layers - 1
-    if "normed" in drafter.taps:
+    last = target.num_layers - 1
+    if "normed" in taps:
         raise UserError(f"taps: {server} gives no state after the final norm; train on layer ids")
-    ids = layer_ids(drafter)
+    ids = sorted(tap for tap in taps if isinstance(tap, int))
     if ids[0] < lowest or ids[-1] > last:
         raise UserError(
             f"taps: {server} gives layers {lowest}..{last} of this target, not {ids}; train on "
@@ -152,33 +162,42 @@ def eagle3_tensors(drafter: Eagle, layer: str) -> dict[str, Tensor]:
     lm_head is written even where it is the target's own. Embeddings are the target's and left out,
     unless the target scales them (Gemma): servers share the bare table.
     """
-    taps = list(drafter.taps)
-    order = sorted(range(len(taps)), key=lambda i: int(taps[i]))
-
-    def by_layer(weight: Tensor) -> Tensor:
-        parts = weight.chunk(len(taps), dim=-1)
-        return torch.cat([parts[i] for i in order], dim=-1)
-
     out: dict[str, Tensor] = {
-        "fc.weight": by_layer(drafter.fc.weight),
+        "fc.weight": by_layer(drafter.taps, drafter.fc.weight),
         "norm.weight": drafter.norm.weight,
     }
     if drafter.input_norm is not None:
-        out["input_norm.weight"] = by_layer(drafter.input_norm.weight)
+        out["input_norm.weight"] = by_layer(drafter.taps, drafter.input_norm.weight)
     if drafter.config.fc_norm:
-        for place, i in enumerate(order):
+        for place, i in enumerate(ascending(drafter.taps)):
             out[f"fc_norm.{place}.weight"] = drafter.fc_norm.get_parameter(f"{i}.weight")
     for name in ("input_layernorm", "hidden_norm"):
         out[f"{layer}.{name}.weight"] = drafter.get_parameter(f"{name}.weight")
-    out |= layer_tensors(drafter, layer)
+    out |= layer_tensors(drafter, layer) | head_tensors(drafter)
+    if scales_embeddings(drafter.target):
+        out["embed_tokens.weight"] = embedded(drafter.target)
+    return out
+
+
+def ascending(taps: Sequence[Tap]) -> list[int]:
+    """Places of taps, from the lowest layer on."""
+    return sorted(range(len(taps)), key=lambda i: int(taps[i]))
+
+
+def by_layer(taps: Sequence[Tap], weight: Tensor) -> Tensor:
+    """A weight whose last dimension is all taps side by side, with them in ascending order."""
+    parts = weight.chunk(len(taps), dim=-1)
+    return torch.cat([parts[i] for i in ascending(taps)], dim=-1)
+
+
+def head_tensors(drafter: Eagle | DFlash) -> dict[str, Tensor]:
+    """lm_head, written even where it is the target's own, and the draft vocabulary."""
     head, vocab = drafter.lm_head, drafter.vocab
-    out["lm_head.weight"] = drafter.target_rows() if head is None else head.weight
+    out = {"lm_head.weight": drafter.target_rows() if head is None else head.weight}
     if vocab.ids is not None:
         out["d2t"] = vocab.offsets()
         out["t2d"] = torch.zeros(vocab.size, dtype=torch.bool)
         out["t2d"][vocab.ids] = True
-    if scales_embeddings(drafter.target):
-        out["embed_tokens.weight"] = embedded(drafter.target)
     return out
 
 

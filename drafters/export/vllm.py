@@ -1,5 +1,5 @@
-"""vLLM: EAGLE-3 in the layout of the speculators library or the original one, EAGLE-1, Medusa and
-draft models.
+"""vLLM: EAGLE-3 in the layout of the speculators library or the original one, P-EAGLE, DFlash and
+DSpark in the former, EAGLE-1, Medusa and draft models.
 
 Read in vLLM 0.32: transformers_utils/configs/speculators/base.py, model_executor/models/
 {llama_eagle3,llama_eagle,medusa}.py, config/speculative.py. It reports no missing tensor and drops
@@ -17,12 +17,14 @@ from typing import Any
 from torch import Tensor
 
 from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.dflash import DFlash
 from draftsmith.drafters.eagle import Eagle
 from draftsmith.drafters.eagle1 import Eagle1
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.export import layouts
+from draftsmith.drafters.export import blocks, layouts
 from draftsmith.drafters.export.server import Draft, Method, Server, Serving
 from draftsmith.drafters.medusa import Medusa
+from draftsmith.drafters.peagle import PEagle
 
 NAME, VERSION = "vllm", "0.32.0"
 MAX_SPEC_LEN = 128  # v1/sample/rejection_sampler.py
@@ -44,31 +46,20 @@ def _speculators(drafter: Eagle, serving: Serving) -> dict[str, Any]:
     flags = layouts.eagle3_flags(drafter)
     body = layouts.llama_body(drafter, serving.length)
     body["num_aux_hidden_states"] = flags.pop("num_aux_hidden_states")
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": serving.k,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
     return {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.9.0",
+        **blocks.speculators(drafter, serving, "eagle3", "Eagle3DraftModel"),
         **flags,
         "eagle_aux_hidden_state_layer_ids": layouts.layer_ids(drafter),
-        "tie_word_embeddings": False,
         "transformer_layer_config": body,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {
-                "name_or_path": serving.target,
-                "architectures": drafter.target.hf.config.architectures
-                or [type(drafter.target.hf).__name__],
-            },
-        },
     }
+
+
+def _check_blocks(drafter: DFlash, serving: Serving) -> None:
+    blocks.check_blocks(drafter, serving, NAME)
+
+
+def _check_peagle(drafter: PEagle, serving: Serving) -> None:
+    blocks.check_peagle(drafter, serving, NAME)
 
 
 def _check_eagle1(drafter: Eagle1, serving: Serving) -> None:
@@ -136,6 +127,8 @@ def words(
     if draft is not None:
         how: dict[str, Any] = {"method": METHODS[draft.family].name}
         how |= {"model": str(draft.folder), "num_speculative_tokens": draft.k}
+        if draft.family == "peagle":
+            how["parallel_drafting"] = True  # by itself only where the folder is served as a model
         if draft.drafts == "sampled":
             how["draft_sample_method"] = "probabilistic"
         out += ["--speculative-config", json.dumps(how)]
@@ -152,6 +145,9 @@ METHODS: dict[str, Method[Any]] = {
     "eagle": Method("eagle3", _check_eagle3, layouts.head(_eagle3), lambda drafter: True),
     "eagle1": Method("eagle", _check_eagle1, layouts.head(_eagle1), lambda drafter: True),
     "medusa": Method("medusa", _check_medusa, layouts.head(_medusa)),
+    "dflash": Method("dflash", _check_blocks, layouts.head(blocks.blocks)),
+    "dspark": Method("dspark", _check_blocks, layouts.head(blocks.blocks)),
+    "peagle": Method("eagle3", _check_peagle, layouts.head(blocks.peagle)),
     "small": layouts.draft_model("draft_model", NAME, drawn=True),
 }
 SERVER = Server(NAME, VERSION, METHODS, start, run=True, limit=MAX_SPEC_LEN, cuts=False)

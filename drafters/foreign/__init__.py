@@ -3,6 +3,8 @@
     config.json has                                          read by
     family and target                                        storage.load (our own)
     speculators_model_type eagle3                            eagle (vLLM, speculators)
+    speculators_model_type dflash, dspark or peagle          blocks (the same)
+    dflash_config, or an architecture of DFlash or DSpark    blocks (z-lab, DeepSpec, SGLang, vLLM)
     draft_vocab_size, or an architecture of EAGLE-3          eagle (EAGLE, SGLang, TensorRT-LLM)
     medusa_num_heads, or model_type medusa                   medusa (Medusa, vLLM)
     another architecture of EAGLE, or a Llama with an fc     eagle (EAGLE, SGLang, vLLM)
@@ -24,7 +26,7 @@ from pydantic import ValidationError
 from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.foreign import eagle, files, gguf, medusa
+from draftsmith.drafters.foreign import blocks, eagle, files, gguf, medusa
 from draftsmith.drafters.small import Small, SmallConfig
 from draftsmith.drafters.target.shell import Shell
 
@@ -66,8 +68,17 @@ def _reader(path: Path, settings: dict[str, Any]) -> Reader:
         return gguf.read
     kind = settings.get("speculators_model_type")
     architectures = settings.get("architectures") or ["?"]
+    if kind == "peagle":
+        return blocks.read_peagle
+    if kind in ("dflash", "dspark") or "dflash_config" in settings:
+        return blocks.read
     if kind not in (None, "eagle3"):
-        raise UserError(f"{path}: speculators' {kind} is not read here; known is eagle3")
+        raise UserError(
+            f"{path}: speculators' {kind} is not read here; known are eagle3, peagle, dflash and "
+            "dspark"
+        )
+    if "DFlash" in architectures[0] or "DSpark" in architectures[0]:
+        return blocks.read
     if kind or "draft_vocab_size" in settings or "Eagle3" in architectures[0]:
         return eagle.read_eagle3
     if "medusa_num_heads" in settings or settings.get("model_type") == "medusa":
@@ -77,8 +88,9 @@ def _reader(path: Path, settings: dict[str, Any]) -> Reader:
     if "model_type" in settings:
         return eagle.read_eagle1 if "fc.weight" in files.names(path) else _small
     raise UserError(
-        f"{path}: no format that is known here ({architectures[0]}); give EAGLE or Medusa heads "
-        "as EAGLE, SGLang, TensorRT-LLM, vLLM or speculators store them, a GGUF, or a causal LM"
+        f"{path}: no format that is known here ({architectures[0]}); give EAGLE or Medusa heads, "
+        "DFlash or DSpark, as EAGLE, SGLang, TensorRT-LLM, vLLM or speculators store them, a GGUF, "
+        "or a causal LM"
     )
 
 

@@ -11,6 +11,7 @@ and a decoder layer without input norm. SGLang's fc has a bias, which here must 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,46 +35,12 @@ _LAYER = ("input_layernorm.", "hidden_norm.", "self_attn.", "post_attention_laye
 def read_eagle3(folder: Path, settings: dict[str, Any], target: Shell) -> Eagle:
     """See `foreign.load`."""
     path = folder / "config.json"
-    speculators = "speculators_model_type" in settings
-    shape = settings["transformer_layer_config"] if speculators else settings
-    block = _llama_block(path, shape)
-    flags = settings | settings.get("eagle_config", {})
-    if flags.get("eh_proj_before_attn") or flags.get("parallel_draft_step", 1) > 1:
-        raise UserError(
-            f"{path}: eh_proj_before_attn or parallel_draft_step is set; draftsmith's EAGLE-3 has "
-            "neither"
-        )
-    if shape["vocab_size"] != target.vocab_size:
-        raise UserError(
-            f"{path}: vocab_size is {shape['vocab_size']}, the target {target.source.spec} has "
-            f"{target.vocab_size}; give the target that this head was made for"
-        )
     tensors = Tensors(folder)
-    tensors.rename("model.", "")
-    tensors.rename("midlayer.", "layers.0.")
-    size = settings.get("draft_vocab_size") or target.vocab_size
-    ids = _vocab(tensors, size, target.vocab_size)
-    own = "lm_head.weight" in tensors.left
-    if not own and size != target.vocab_size:
-        tensors.take("lm_head.weight")  # says that it is missing
-    config = EagleConfig(
-        taps=list(_taps(path, settings, shape, target)),
-        draft_vocab=size,
-        head="own" if own else "target",
-        # The two layouts' defaults in vLLM, llama_eagle3.py and configs/speculators/algos.py.
-        norm_before_residual=settings.get("norm_before_residual", speculators),
-        norm_before_fc=bool(flags.get("norm_before_fc")),
-        fc_norm=bool(flags.get("fc_norm") or flags.get("use_aux_norm")),
-        norm_output=bool(flags.get("norm_output") or flags.get("return_hidden_post_norm")),
-        block=block,
-    )
+    known, ids = eagle_config(path, settings, tensors, target)
     with naming(path):
-        drafter = Eagle(target, config)
-    if config.fc_norm:
-        for old, new in zip(("low", "mid", "high"), "012", strict=True):
-            tensors.rename(f"aux_norm_{old}.", f"fc_norm.{new}.")  # SGLang's older names
+        drafter = Eagle(target, EagleConfig(**known))
     tensors.take_embeddings(target)
-    stored = _own(tensors, drafter)
+    stored = own_tensors(tensors, drafter)
     if ids is not None:
         stored["draft_ids"] = ids
     tensors.done()
@@ -81,14 +48,62 @@ def read_eagle3(folder: Path, settings: dict[str, Any], target: Shell) -> Eagle:
     return drafter
 
 
+def eagle_config(
+    path: Path, settings: dict[str, Any], tensors: Tensors, target: Shell, layers: int = 1
+) -> tuple[dict[str, Any], Tensor | None]:
+    """An EagleConfig's keys of a folder of so many layers, and its draft ids, if it has any; names
+    of tensors become those of one layout."""
+    speculators = "speculators_model_type" in settings
+    shape = settings["transformer_layer_config"] if speculators else settings
+    block = llama_block(path, shape, layers)
+    flags = settings | settings.get("eagle_config", {})
+    if flags.get("eh_proj_before_attn") or flags.get("parallel_draft_step", 1) > 1:
+        raise UserError(
+            f"{path}: eh_proj_before_attn or parallel_draft_step is set; draftsmith's EAGLE-3 has "
+            "neither"
+        )
+    check_vocabulary(path, shape, target)
+    tensors.rename("model.", "")
+    tensors.rename("midlayer.", "layers.0.")
+    size = settings.get("draft_vocab_size") or target.vocab_size
+    ids = draft_ids(tensors, size, target.vocab_size)
+    own = "lm_head.weight" in tensors.left
+    if not own and size != target.vocab_size:
+        tensors.take("lm_head.weight")  # says that it is missing
+    normed = bool(flags.get("fc_norm") or flags.get("use_aux_norm"))
+    if normed:
+        for old, new in zip(("low", "mid", "high"), "012", strict=True):
+            tensors.rename(f"aux_norm_{old}.", f"fc_norm.{new}.")  # SGLang's older names
+    return {
+        "taps": list(_taps(path, settings, shape, target)),
+        "draft_vocab": size,
+        "head": "own" if own else "target",
+        # The two layouts' defaults in vLLM, llama_eagle3.py and configs/speculators/algos.py.
+        "norm_before_residual": settings.get("norm_before_residual", speculators),
+        "norm_before_fc": bool(flags.get("norm_before_fc")),
+        "fc_norm": normed,
+        "norm_output": bool(flags.get("norm_output") or flags.get("return_hidden_post_norm")),
+        "block": block,
+    }, ids
+
+
+def check_vocabulary(path: Path, shape: dict[str, Any], target: Shell) -> None:
+    """Raises UserError for a head of another target's vocabulary."""
+    if shape["vocab_size"] != target.vocab_size:
+        raise UserError(
+            f"{path}: vocab_size is {shape['vocab_size']}, the target {target.source.spec} has "
+            f"{target.vocab_size}; give the target that this head was made for"
+        )
+
+
 def read_eagle1(folder: Path, settings: dict[str, Any], target: Shell) -> Eagle1:
     """See `foreign.load`."""
-    block = _llama_block(folder / "config.json", settings)
+    block = llama_block(folder / "config.json", settings)
     with naming(folder / "config.json"):
         drafter = Eagle1(target, Eagle1Config(block=block))
     H = block.hidden_size
     tensors = Tensors(folder)
-    stored = _own(tensors, drafter)
+    stored = own_tensors(tensors, drafter)
     if "fc.bias" in tensors.left and tensors.take("fc.bias", H).any():
         raise UserError(
             f"{tensors.path}: fc.bias is not 0, and draftsmith's EAGLE-1, like vLLM's, has none"
@@ -99,12 +114,12 @@ def read_eagle1(folder: Path, settings: dict[str, Any], target: Shell) -> Eagle1
     return drafter
 
 
-def _llama_block(path: Path, shape: dict[str, Any]) -> BlockConfig:
-    """The layer's shape. Raises UserError for settings that our block does not have."""
+def llama_block(path: Path, shape: dict[str, Any], layers: int = 1) -> BlockConfig:
+    """The shape of `layers` layers. Raises UserError for settings that our block does not have."""
     rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     expected = {
-        "num_hidden_layers": (shape["num_hidden_layers"], 1),
+        "num_hidden_layers": (shape["num_hidden_layers"], layers),
         "hidden_act": (shape.get("hidden_act", "silu"), "silu"),
         "attention_bias": (bool(shape.get("attention_bias")), False),
         "rope_type": (kind, "default"),
@@ -144,7 +159,7 @@ def _taps(path: Path, settings: dict[str, Any], shape: dict[str, Any], target: S
     return taps
 
 
-def _vocab(tensors: Tensors, size: int, full: int) -> Tensor | None:
+def draft_ids(tensors: Tensors, size: int, full: int) -> Tensor | None:
     """Target ids (Vd,) of the draft ids; None where they are the same."""
     if size == full:
         for name in ("d2t", "t2d"):  # all zero, all true: some write them nonetheless
@@ -166,11 +181,15 @@ def _vocab(tensors: Tensors, size: int, full: int) -> Tensor | None:
     return ids
 
 
-def _own(tensors: Tensors, drafter: Drafter) -> dict[str, Tensor]:
-    """What a drafter trains, under our names, taken by the names and in the shapes of its own."""
-    out = {}
-    for name, own in drafter.weights().items():
-        if name != "draft_ids":
-            stored = f"layers.0.{name}" if name.startswith(_LAYER) else name
-            out[name] = tensors.take(stored, *own.shape)
-    return out
+def in_layer(name: str) -> str:
+    """What a head's tensor is called in a file: those of the decoder layer stand in layers.0."""
+    return f"layers.0.{name}" if name.startswith(_LAYER) else name
+
+
+def own_tensors(
+    tensors: Tensors, drafter: Drafter, stored: Callable[[str], str] = in_layer
+) -> dict[str, Tensor]:
+    """What a drafter trains, under our names, taken by stored(name) and in the shapes of its
+    own."""
+    own = drafter.weights()
+    return {n: tensors.take(stored(n), *own[n].shape) for n in own if n != "draft_ids"}

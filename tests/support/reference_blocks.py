@@ -40,7 +40,7 @@ def heads_of(
     out = (w[f"self_attn.{name}_proj.weight"] @ x).view(-1, c["head_dim"])
     if name == "v":
         return out
-    if f"self_attn.{name}_norm.weight" in w:
+    if c["qk_norm"]:
         scale = w[f"self_attn.{name}_norm.weight"]
         out = torch.stack([rms(head, scale, c["rms_norm_eps"]) for head in out])
     return rotate(out, position, c["rope_theta"])
@@ -163,7 +163,8 @@ def peagle_logits(
     ids = [*tokens[1 : anchor + 2], *[config["mask_token"]] * depth]
     embedded = hf.get_input_embeddings()(torch.tensor(ids)).double()
     reads, rows = [], []
-    for e, g in zip(embedded, features + [w["mask_hidden"]] * depth, strict=True):
+    masks = [w["mask_hidden"]] * depth if depth else []
+    for e, g in zip(embedded, features + masks, strict=True):
         if config["norm_before_fc"]:
             g = rms(g, w["input_norm.weight"], eps)
         if config["fc_norm"]:

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from reference_blocks import dflash_logits, dspark_logits, peagle_logits
 from reference_eagle import after_attention, attended, eagle_logits, rms
 from reference_heads import head_logits
 from reference_mtp import eagle1_logits
@@ -50,14 +51,64 @@ def eagle3(server: str, folder: Path, taps: list[int] | None, *where: Any) -> tu
         assert inner["norm_before_fc"] == about["norm_before_fc"] and not normed
         normed = False
     w = {re.sub(r"^(midlayer|layers\.0)\.", "", name): tensor for name, tensor in w.items()}
-    size = about["draft_vocab_size"]
+    w = with_ids(w, about["draft_vocab_size"])
+    config = about | {"taps": taps, "norm_before_residual": normed, "head": "own"}
+    return judged(w, eagle_logits, config | {"block": shape(body)}, where)
+
+
+def blocks(folder: Path, *where: Any) -> tuple[Tensor, Tensor]:
+    """DFlash and DSpark by vLLM (transformers_utils/configs/speculators/algos.py and
+    model_executor/models/qwen3_{dflash,dspark}.py): outputs of layers id - 1; slots that see all of
+    their block unless sliding_window_non_causal is there and false."""
+    about, w = files(folder)
+    body, kind = about["transformer_layer_config"], about["speculators_model_type"]
+    first = about.get("sample_from_anchor", False)
+    drafted = about["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    assert about.get("sliding_window_non_causal", True) and body["model_type"] == "qwen3"
+    assert set(body["layer_types"]) == {"full_attention"} and drafted == where[4]
+    assert first == (kind == "dspark") and about["block_size"] == drafted + (not first)
+    taps = [output + 1 for output in (i - 1 for i in about["aux_hidden_state_layer_ids"])]
+    assert taps == sorted(taps) and len(body["layer_types"]) == body["num_hidden_layers"]
+    config = {"taps": taps, "head": "own", "layers": body["num_hidden_layers"], "drafted": drafted}
+    config |= {"mask_token": about["mask_token_id"], "block": shape(body) | {"qk_norm": True}}
+    logits = dflash_logits
+    if kind == "dspark":
+        assert about["markov_head_type"] == "vanilla" and about["enable_confidence_head"]
+        rank = about["markov_rank"] * about["confidence_head_with_markov"]
+        assert w.pop("confidence_head.proj.weight").shape == (1, body["hidden_size"] + rank)
+        assert w.pop("confidence_head.proj.bias").shape == (1,)
+        logits = dspark_logits
+    return judged(with_ids(w, about["draft_vocab_size"]), logits, config, where[:4])
+
+
+def peagle(folder: Path, *where: Any) -> tuple[Tensor, Tensor]:
+    """P-EAGLE by vLLM, llama_eagle3.py: mask_hidden goes through fc, layers follow the first."""
+    about, w = files(folder)
+    body = about["transformer_layer_config"]
+    assert about["speculators_model_type"] == "peagle" and not about["norm_output"]
+    assert body["num_aux_hidden_states"] == len(about["eagle_aux_hidden_state_layer_ids"])
+    w["mask_hidden"] = w["mask_hidden"].flatten()
+    w = {re.sub(r"^layers\.0\.", "", name): tensor for name, tensor in w.items()}
+    for number in range(1, body["num_hidden_layers"]):
+        start = f"layers.{number}."
+        w = {re.sub(f"^{re.escape(start)}", f"more.{number - 1}.", n): t for n, t in w.items()}
+    config = about | {"taps": about["eagle_aux_hidden_state_layer_ids"], "head": "own"}
+    config |= {"layers": body["num_hidden_layers"], "mask_token": about["mask_token_id"]}
+    config["block"] = shape(body)
+    w = with_ids(w, about["draft_vocab_size"])
+    if not where[3]:  # no mask stands at depth 0
+        w.pop("mask_hidden")
+    return judged(w, peagle_logits, config, where)
+
+
+def with_ids(w: dict[str, Tensor], size: int) -> dict[str, Tensor]:
+    """The tensors, draft ids as target ids."""
     if "d2t" in w:
         w["draft_ids"] = torch.arange(size) + w.pop("d2t")
         member = w.pop("t2d")
         assert member.nonzero().flatten().tolist() == sorted(w["draft_ids"].tolist())
     assert len(w["lm_head.weight"]) == size
-    config = about | {"taps": taps, "norm_before_residual": normed, "head": "own"}
-    return judged(w, eagle_logits, config | {"block": shape(body)}, where)
+    return w
 
 
 def llama_cpp(folder: Path, *where: Any) -> tuple[Tensor, Tensor]:

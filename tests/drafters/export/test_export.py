@@ -44,6 +44,10 @@ def check(server: str, made: Drafter, hf: Any, folder: Path, **more: Any) -> Non
 def by_rules(server: str, made: Drafter, place: Path, *where: Any) -> tuple[Tensor, Tensor]:
     if made.family == "eagle1":
         return rules.eagle1(server, place, *where)
+    if made.family in ("dflash", "dspark"):
+        return rules.blocks(place, *where, K)
+    if made.family == "peagle":
+        return rules.peagle(place, *where)
     if made.family == "medusa":
         return rules.medusa(place, *where)
     if server == "llama.cpp":
@@ -56,6 +60,7 @@ def by_rules(server: str, made: Drafter, place: Path, *where: Any) -> tuple[Tens
 
 
 NEW = {"fc_norm": True, "norm_output": True}
+BLOCKS = {"taps": [3, 1], "layers": 2, "mask_token": 6}
 SCALED = {"family": "Cohere"}  # its logits, which servers' heads know nothing of
 CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("vllm", "eagle", EAGLE, {}),
@@ -66,6 +71,11 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("vllm", "eagle1", {}, {}),
     ("vllm", "medusa", {"heads": 3, "layers": 2}, {}),
     ("vllm", "medusa", {"heads": 3, "head": "target"} | SCALED, {}),
+    ("vllm", "dflash", BLOCKS | {"block_size": K + 1, "draft_vocab": 20}, {}),
+    ("vllm", "dflash", BLOCKS | {"block_size": K + 1, "head": "own"} | SCALED, {}),
+    ("vllm", "dspark", BLOCKS | {"block_size": K, "markov_rank": 5, "draft_vocab": 20}, {}),
+    ("vllm", "peagle", {"taps": [3, 1, 2], "layers": 3, "draft_vocab": 20, "mask_token": 6}, {}),
+    ("vllm", "peagle", {"taps": [1, 2], "norm_before_residual": True, "norm_before_fc": True}, {}),
     ("sglang", "eagle", EAGLE | NEW, {}),
     ("sglang", "eagle1", {"family": "Qwen3"}, {}),
     ("tensorrt-llm", "eagle", EAGLE | {"norm_before_fc": True, "norm_output": True}, {}),
@@ -195,3 +205,34 @@ def test_planted_faults(
     except AssertionError:
         return  # d2t and t2d disagree
     assert not torch.allclose(right[4, 1][ids].double(), row, atol=0.1)
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark", "peagle"])
+@pytest.mark.parametrize("fault", [taps_off_by_one, ids_for_offsets])
+def test_planted_faults_of_one_pass(
+    name: str,
+    fault: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    config = {"taps": [3, 1], "layers": 2, "mask_token": 6, "draft_vocab": 20}
+    if name != "peagle":
+        config["block_size"] = K + (name == "dflash")
+    made = drafter(name, deep=6, **config)
+    check("vllm", made, plain(deep=6), tmp_path)
+    (tmp_path / "again").mkdir()
+    fault(monkeypatch)
+    with pytest.raises((AssertionError, UserError)):
+        check("vllm", made, plain(deep=6), tmp_path / "again")
+
+
+def test_columns_of_block_drafters_follow_their_layers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Planted: fc's columns, and the masks' state, in the order that taps were given in."""
+    monkeypatch.setattr(layouts, "by_layer", lambda taps, weight: weight)
+    for name, more in (("dflash", {"block_size": K + 1}), ("peagle", {})):
+        made = drafter(name, taps=[3, 1], layers=2, **more)
+        (tmp_path / name).mkdir()
+        with pytest.raises(AssertionError):
+            check("vllm", made, plain(), tmp_path / name)

@@ -27,14 +27,18 @@ from targets import LONGROPE, build_as
 
 
 @pytest.mark.parametrize(("server", "name"), [("vllm", "eagle"), ("sglang", "eagle"),
-                                              ("vllm", "eagle1"), ("vllm", "medusa")])  # fmt: skip
+                                              ("vllm", "eagle1"), ("vllm", "medusa"),
+                                              ("vllm", "dspark"), ("vllm", "peagle")])  # fmt: skip
 def test_every_tensor_is_asked_for(server: str, name: str, tmp_path: Path) -> None:
     """Faults: a missing tensor passed over, as servers do; one that nobody reads."""
-    config = {"eagle": EAGLE, "medusa": {"heads": 3}}.get(name, {})
-    made = drafter(name, **config)
+    config = {"eagle": EAGLE, "medusa": {"heads": 3}, "peagle": {"taps": [1, 2], "layers": 2}}
+    config["dspark"] = BLOCK3 | {"taps": [1, 2], "layers": 2}
+    made = drafter(name, **config.get(name, {}))
     file = written(server, made, tmp_path) / "model.safetensors"
     whole = load_file(file)
     optional = {"t2d", "fc.bias", "embed_tokens.weight"}
+    optional |= {f"confidence_head.proj.{kind}" for kind in ("weight", "bias")}
+    optional |= {"lm_head.weight"} if name in ("dspark", "peagle") else set()  # or the target's
     for missing in whole.keys() - optional:
         save_file({n: t for n, t in whole.items() if n != missing}, file)
         with pytest.raises(UserError, match=f"{missing.split('.', 1)[-1]} is missing"):
@@ -67,6 +71,7 @@ def test_dtypes_round_and_do_nothing_else(server: str, dtype: torch.dtype, tmp_p
 # What servers would ignore or misread
 
 
+BLOCK3 = {"block_size": 3}
 REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     (
         "sglang",
@@ -88,10 +93,17 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("sglang", "medusa", {}, "loads no medusa drafter; export it --to vllm"),
     ("vllm", "hydra", {}, "loads no hydra drafter; no server has heads"),
     *(
-        (server, name, {"taps": [1, 2]}, f"no {name} drafter is written for {server} .* yet")
-        for server in export.SERVERS
-        for name in ("dflash", "dspark", "peagle")
+        (server, name, {"taps": [1, 2]}, f"no {name} .* for {server} .* yet; export it --to vllm")
+        for server in ("sglang", "llama.cpp", "tensorrt-llm")
+        for name in ("dflash", "dspark")
     ),
+    ("llama.cpp", "peagle", {"taps": [1, 2]}, "loads no peagle drafter; export it --to vllm"),
+    ("vllm", "dflash", {"taps": [1, 2]}, "--k: vllm fills whole blocks, of 15 .* give --k 15"),
+    ("vllm", "dspark", BLOCK3 | {"taps": [1, 4]}, "gives layers 1..3"),
+    ("vllm", "dspark", BLOCK3 | {"taps": [1, "normed"]}, "after the final norm"),
+    ("vllm", "dspark", BLOCK3 | {"taps": [1, 2], "family": "Gemma3"}, "scales its embeddings"),
+    ("vllm", "dspark", BLOCK3 | {"taps": [1, 2], "block": BLOCK}, "qk_norm: vllm's Qwen3-type .*"),
+    ("vllm", "peagle", {"taps": [1, 2], "fc_norm": True}, "passes it over in P-EAGLE"),
     ("vllm", "medusa", {"heads": 2}, "3 is more than this drafter's 2 depths"),
     ("vllm", "medusa", {"heads": 3, "draft_vocab": 20}, "train without draft_vocab"),
     ("transformers", "eagle", EAGLE, "export it --to vllm or sglang or tensorrt-llm or llama.cpp"),
@@ -169,6 +181,7 @@ FLAGS = {
 def test_commands_draw_drafts_where_a_server_can(server: str, tmp_path: Path) -> None:
     """For drafters trained at temperatures above 0, and for no others."""
     settings = {"eagle": EAGLE, "small": {"layers": [0]}, "medusa": {"heads": 3}}
+    settings |= {name: {"taps": [1, 2]} for name in ("dflash", "dspark", "peagle")}
     for family in export.server(server).methods:
         made = drafter(family, **settings.get(family, {}))
         gguf_path = target_gguf(made.target, tmp_path / "target.gguf")

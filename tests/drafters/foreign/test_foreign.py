@@ -260,7 +260,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("sglang", {"num_aux_hidden_states": 4}, "num_aux_hidden_states is 4"),
     ("sglang", {"draft_vocab_size": 21}, "d2t has shape"),
     ("sglang", {"hidden_size": 16}, "block.hidden_size: 16"),
-    ("speculators", {"speculators_model_type": "dflash"}, "speculators' dflash"),
+    ("speculators", {"speculators_model_type": "mtp"}, "speculators' mtp"),
     ("medusa", {"medusa_num_heads": 2}, "is unexpected"),
     ("medusa", {"hidden_size": 16}, "hidden_size is 16"),
 ]

@@ -59,6 +59,10 @@ def test_what_serve_check_starts(place: Path) -> None:
         assert json.loads(how) == wanted
         drawn = started("vllm", Draft(place, family, 5, "sampled"))[-1]
         assert json.loads(drawn) == wanted | {"draft_sample_method": "probabilistic"}
+    how = json.loads(started("vllm", Draft(place, "peagle", 5))[-1])
+    assert how["method"] == "eagle3" and how["parallel_drafting"] is True
+    for family in ("dflash", "dspark"):
+        assert json.loads(started("vllm", Draft(place, family, 5))[-1])["method"] == family
     fp32 = "-np 1 -t 1 -tb 1 --metrics --no-webui -fa off -ctk f32 -ctv f32"
     address = "-c 64 --host 127.0.0.1 --port 8001"
     plain = shlex.split(f"/bin/it -m /models/name.gguf {address} {fp32}")

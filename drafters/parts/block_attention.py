@@ -28,6 +28,8 @@ def context_and_block(
     """(B, h, A, N, D) of query (B, h, A, N, D) over context key0, value0 (B, h, T, D), as far as
     seen (B, A, T), and over the block's own key, value (B, h, A, M, D), as far as own (N, M); None:
     over all of them. Each anchor sees a context key at least."""
+    # Under autocast a norm of queries and keys has made them fp32 beside values in bf16.
+    query, key0, key = (t.to(value0.dtype) for t in (query, key0, key))
     return _Merged.apply(query, key0, value0, seen, key, value, own)
 
 

@@ -162,6 +162,28 @@ def test_in_the_unroll_of_packed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-5 * max(scale, 1), rtol=1e-5)
 
 
+@pytest.mark.parametrize("device", ["cpu", "others"])
+@pytest.mark.parametrize("name", ["dflash", "dspark", "peagle"])
+def test_under_autocast(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: queries that a norm has made fp32 again beside values in bf16."""
+    if device == "others":
+        monkeypatch.setattr(block_attention, "_fuses", lambda query: False)
+    of = drafter(name)
+    batch = tiny.target().read(packed(), of.taps)
+    found = []
+    for on in (True, False):
+        of.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            hidden = of.unroll(batch, align(batch, 4)).hidden
+        hidden.float().square().mean().backward()
+        grads = [p.grad for p in of.parameters() if p.grad is not None]
+        found.append([hidden.detach(), *grads])
+    assert len(found[0]) == len(found[1]) > 15
+    for part in (slice(1), slice(1, None)):  # states, and all gradients together
+        low, full = (torch.cat([t.float().flatten() for t in each[part]]) for each in found)
+        assert float((low - full).norm() / full.norm()) < 0.1
+
+
 def test_no_mask_of_all_blocks() -> None:
     """Nothing of anchors x slots x positions is made; the dense form, that makes it, is noticed."""
     B, h, A, N, T, D = 1, 2, 128, 8, 512, 4

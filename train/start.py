@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.utils import set_seed
@@ -107,8 +108,9 @@ def unigram(target: Shell, states: States, samples: Samples, indices: Sequence[i
 
 def new_drafter(recipe: Recipe, target: Shell, counts: Tensor) -> Drafter:
     """A new drafter, or the one stored in the recipe's `start`: ours, or one that another toolkit
-    published or a server loads (`foreign.read`), whose draft vocabulary is kept. Its weights are
-    fp32 whatever the target's dtype: in bf16 most updates would be rounded away.
+    published or a server loads (`foreign.read`), whose draft vocabulary is kept. One of a family
+    that the recipe's builds on (DFlash for DSpark, EAGLE-3 for P-EAGLE) gives what both have. Its
+    weights are fp32 whatever the target's dtype: in bf16 most updates would be rounded away.
 
     Raises UserError where that one is of another family, or other settings than the recipe asks.
     """
@@ -116,7 +118,9 @@ def new_drafter(recipe: Recipe, target: Shell, counts: Tensor) -> Drafter:
     if recipe.start is None:
         return family(recipe.drafter).create(target, config, counts)
     folder = Path(recipe.start)
-    drafter = foreign.read(folder, target)
+    drafter, cls = foreign.read(folder, target), family(recipe.drafter)
+    if cls is not type(drafter) and issubclass(cls, type(drafter)):
+        drafter = _grown(drafter, cls, config, folder)
     if drafter.family != recipe.drafter:
         raise UserError(
             f"start: {folder} holds a drafter of family {drafter.family}, the recipe asks for "
@@ -132,3 +136,23 @@ def new_drafter(recipe: Recipe, target: Shell, counts: Tensor) -> Drafter:
     training = {key: getattr(config, key) for key in config.training}
     drafter.config = drafter.config.model_copy(update=training)
     return drafter
+
+
+def _grown(drafter: Drafter, cls: type[Drafter], config: Any, folder: Path) -> Drafter:
+    """A new drafter of `cls`, which the drafter's own class is a base of, with its weights and,
+    where the recipe says nothing else, its settings; what `cls` has beside them is fresh."""
+    asked = config.model_fields_set
+    kept = {key: getattr(drafter.config, key) for key in type(drafter.config).model_fields}
+    made = cls(
+        drafter.target,
+        config.model_copy(update={key: kept[key] for key in kept if key not in asked}),
+    )
+    weights, own = drafter.weights(), made.weights()
+    for name, tensor in weights.items():
+        if name not in own or own[name].shape != tensor.shape:
+            raise UserError(
+                f"start: the recipe's {made.family} has no place for {name} {tuple(tensor.shape)} "
+                f"of {folder}; take keys that decide its shape out of the recipe"
+            )
+    made.load_state_dict(weights, strict=False)
+    return made

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 pytest.importorskip("datasets")
 
+import tiny
+from draftsmith.drafters import storage
+from draftsmith.drafters.base import Drafter, family
+from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocab import most_frequent
 from draftsmith.train import start
+from draftsmith.train.recipe import parse
 from draftsmith.train.samples.samples import Samples
 from draftsmith.train.states.computed import Computed
 from training import World
@@ -83,3 +91,58 @@ def test_enough_seen_reads_nothing(world: World, monkeypatch: pytest.MonkeyPatch
     for wanted in (None, 2):
         counts = start.token_counts(target, Computed(target), samples, [0, 1, 2], wanted)
         assert counts.equal(samples.token_counts([0, 1, 2]))
+
+
+BASES: dict[str, dict[str, Any]] = {
+    "dspark": {"base": "dflash", "taps": [1, 3], "layers": 2, "block_size": 4, "mask_token": 6},
+    "peagle": {"base": "eagle", "taps": [1, 2, 4], "norm_before_residual": True},
+}
+
+
+def base_of(name: str, folder: Path) -> Drafter:
+    """A stored drafter of the family that `name` builds on, its weights moved."""
+    keys = dict(BASES[name])
+    cls = family(keys.pop("base"))
+    counts = torch.arange(tiny.VOCAB) * 5 % 7
+    made = cls.create(tiny.target(), cls.Config(draft_vocab=20, **keys), counts)
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))
+    folder.mkdir()
+    storage.save(made, folder)
+    return made
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_a_run_starts_from_the_family_below(name: str, tmp_path: Path) -> None:
+    """Faults: a weight, a tap, the mask or the draft vocabulary that does not come along."""
+    before = base_of(name, tmp_path / "base")
+    keys = {"name": "more", "drafter": name, "steps": 1, "start": str(tmp_path / "base")}
+    own = {"dspark": {"block_size": 3, "markov_rank": 8}, "peagle": {"layers": 3}}[name]
+    recipe = parse(keys | own, "more.yaml")
+    made = start.new_drafter(recipe, tiny.target(), torch.arange(tiny.VOCAB))
+    weights = made.weights()
+    assert type(made) is family(name) and made.taps == before.taps
+    for part, tensor in before.weights().items():
+        assert torch.equal(weights[part], tensor), part
+    assert made.vocab.ids is not None and torch.equal(made.vocab.ids, before.vocab.ids)  # type: ignore[arg-type]
+    for key, value in own.items():
+        assert getattr(made.config, key) == value
+    if name == "dspark":
+        assert made.longest == 3 and made.config.mask_token == 6
+        logits = made.logits(torch.ones(1, 32), torch.tensor([3]), torch.tensor([0]))
+        below = before.logits(torch.ones(1, 32), torch.tensor([3]), torch.tensor([0]))
+        assert torch.equal(logits, below), "a fresh Markov head adds nothing"
+
+
+def test_what_has_no_place_in_the_family_above(tmp_path: Path) -> None:
+    base_of("dspark", tmp_path / "base")
+    keys = {"name": "more", "drafter": "dspark", "steps": 1, "start": str(tmp_path / "base")}
+    for more, words in (
+        ({"layers": 1}, r"no place for layers\.1\..*take keys that decide its shape"),
+        ({"draft_vocab": 10}, "no place for draft_ids"),
+        ({"drafter": "eagle"}, "holds a drafter of family dflash, the recipe asks for eagle"),
+    ):
+        with pytest.raises(UserError, match=words) as error:
+            start.new_drafter(parse(keys | more, "more.yaml"), tiny.target(), torch.ones(48))
+        assert "\n" not in str(error.value)

@@ -1,5 +1,6 @@
 """A user's mistake, in one line."""
 
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,10 @@ from safetensors import SafetensorError
 NOT_WRITTEN = (OSError, SafetensorError, RuntimeError)
 # What transformers raises for a model that it cannot load: ImportError where quantised weights need
 # a package that is missing.
-LOAD_ERRORS = (OSError, ValueError, LookupError, TypeError, RuntimeError, ImportError)
+LOAD_ERRORS = (
+    OSError, ValueError, LookupError, TypeError, RuntimeError, ImportError, AttributeError,
+    EOFError, pickle.PickleError, SafetensorError,
+)  # fmt: skip
 
 
 class UserError(ValueError):

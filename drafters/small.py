@@ -26,6 +26,7 @@ from draftsmith.drafters.target.causal_lm import CausalLM, cut
 from draftsmith.drafters.target.shell import Shell, tokenizer_hash
 from draftsmith.drafters.target.slab import Slab
 from draftsmith.drafters.target.source import resolve
+from draftsmith.drafters.target.whole import check_quantised, check_whole
 from draftsmith.drafters.vocab import VocabMap
 
 
@@ -185,7 +186,12 @@ def _from_checkpoint(target: Shell, config: SmallConfig) -> tuple[Any, SmallConf
     source = resolve(config.checkpoint)
     with loading(f"checkpoint: {config.checkpoint} (a model and its tokenizer)"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(source.path)
-        hf = transformers.AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32)
+        named = f"checkpoint: {config.checkpoint}"
+        check_quantised(named, source, transformers.AutoConfig.from_pretrained(source.path))
+        hf, info = transformers.AutoModelForCausalLM.from_pretrained(
+            source.path, dtype=torch.float32, output_loading_info=True
+        )
+    check_whole(named, hf, info)
     if tokenizer_hash(tokenizer) != target.identity()["tokenizer_hash"]:
         raise UserError(
             f"checkpoint: {config.checkpoint} has another tokenizer than the target "

@@ -76,16 +76,22 @@ class Ends(nn.Module):
     def max_positions(self) -> int:
         """The longest text that the model's positions allow.
 
-        With longrope only up to its original length: beyond it all frequencies change, in every
-        row of a batch at once, and a block across it is not what decoding one by one computes.
+        With longrope and dynamic rope only up to their original length: beyond it all frequencies
+        change, in every row of a batch at once, and a block across it is not what decoding one by
+        one computes. YaRN goes to its original length times its factor, whichever of the two
+        max_position_embeddings holds (vLLM: the same). Other scalings (linear, llama3) are fixed,
+        and max_position_embeddings is taken at its word; windows forget, and limit nothing.
         """
         longest = getattr(self.config, "max_position_embeddings", None) or 1 << 30
         rope = getattr(self.config, "rope_parameters", None) or {}
         # One for the model, or one for each type of layer.
         ropes = [rope] if "rope_type" in rope else [v for v in rope.values() if isinstance(v, dict)]
         for rope in ropes:
-            if rope.get("rope_type") == "longrope":
-                longest = min(longest, rope.get("original_max_position_embeddings") or longest)
+            original = rope.get("original_max_position_embeddings") or longest
+            if rope.get("rope_type") in ("longrope", "dynamic"):
+                longest = min(longest, original)
+            elif rope.get("rope_type") == "yarn" and rope.get("factor"):
+                longest = int(original * rope["factor"])
         return longest
 
     def width(self, tap: Tap) -> int:

@@ -162,13 +162,17 @@ def _convert(spec: str, file: Path, out: Path, fields: dict[str, int], body: boo
         read, config = file, AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
         if not body:
             read, how["config"] = _without_layers(file, out / "shell.gguf"), cut(config, [])
-        model = AutoModelForCausalLM.from_pretrained(str(read.parent), gguf_file=read.name, **how)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            str(read.parent), gguf_file=read.name, output_loading_info=True, **how
+        )
         if not body:
             model.config = config
             read.unlink()
     except LOAD_ERRORS as error:
         text = f"transformers cannot load {file.name} ({reason(error)})"
         raise model_error(spec, f"{text}; use the model's safetensors folder or hub id") from error
+    for name in sorted(info["missing_keys"]):
+        raise model_error(spec, f"{file.name} has no {name}; download a whole one")
     # transformers 5.17 reads a GGUF's end token as its begin token: the header's ids decide.
     for role, key in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
         tokenizer.init_kwargs.pop(f"{role}_token_id", None)

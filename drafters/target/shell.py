@@ -24,7 +24,9 @@ from draftsmith.drafters.errors import UserError, loading
 from draftsmith.drafters.target import selftest
 from draftsmith.drafters.target.attention import quiet
 from draftsmith.drafters.target.causal_lm import CausalLM, Ends, cut
+from draftsmith.drafters.target.ends import settle_ends
 from draftsmith.drafters.target.source import Source, resolve
+from draftsmith.drafters.target.whole import LAYER, check_quantised, check_whole
 
 # Digits, spaces, case, accents (composed and not), scripts, an emoji, code: where the normalisers
 # and pre-tokenisers of two tokenizers with one vocabulary differ, some of these ids differ.
@@ -63,9 +65,11 @@ class Shell(Ends):
         with loading(f"target {spec}"):
             config = transformers.AutoConfig.from_pretrained(source.path)
             tokenizer = transformers.AutoTokenizer.from_pretrained(source.path)
+        check_quantised(f"target {spec}", source, config, body=False)
         load = partial(transformers.AutoModelForCausalLM.from_pretrained, source.path)
         hf = _loaded(load, spec, config, [], place, kind)
         hf.config = config
+        settle_ends(f"target {spec}", hf, config, tokenizer)
         out = Shell(hf, tokenizer, source)
         out.become(source)
         return out
@@ -94,7 +98,7 @@ class Shell(Ends):
 
     @property
     def eos_ids(self) -> list[int]:
-        """The tokens that end a text, from the generation config."""
+        """The tokens that end a text: a load puts all of them into the generation config."""
         ids = self.hf.generation_config.eos_token_id
         if ids is None:
             ids = self.config.eos_token_id
@@ -150,8 +154,8 @@ def _loaded(
     """What a `from_pretrained` makes of a model's checkpoint with some of its decoder layers alone:
     it reads no tensor that has no place there.
 
-    Raises UserError where it cannot be loaded, for tensors that are missing, and for scales: what
-    they belong to is stored quantised.
+    Raises UserError where it cannot be loaded, and as `check_whole` does: for tensors that are
+    missing, and for some outside of the layers that nothing reads, as are scales.
     """
     config = cut(config, layers)
     if hasattr(config, "quantization_config"):  # of the layers: what is read here must not be
@@ -160,11 +164,10 @@ def _loaded(
         hf, info = load(
             config=config, dtype=dtype, device_map={"": device}, output_loading_info=True
         )
-    read = tuple(f"{name}." for name, m in hf.named_modules() if list(m.parameters(False)))
-    scales = [name for name in info["unexpected_keys"] if name.startswith(read)]
-    for name in sorted(scales or info["missing_keys"]):
-        word = "is stored quantised" if scales else "is missing"
-        raise UserError(f"target {spec}: {name} {word} in its checkpoint; name one that is whole")
+    own = info["unexpected_keys"]
+    if not layers:  # those that were left out have tensors of their own
+        own = [name for name in own if not LAYER.search(f".{name}")]
+    check_whole(f"target {spec}", hf, info | {"unexpected_keys": own})
     return hf.eval()
 
 

@@ -62,7 +62,9 @@ class Source:
                 ) from None
             folder = Path(found)
         names: dict[str, Path] = {}
-        for path in sorted(folder.glob("*.safetensors")):
+        for path in model_files(folder):
+            if path.suffix != ".safetensors":
+                continue
             with safe_open(path, "pt") as file:
                 names.update(dict.fromkeys(file.keys(), path))
         return names
@@ -185,6 +187,9 @@ def _check_config(spec: str, folder: Path) -> str:
         ggufs = sorted(folder.glob("*.gguf"))
         remedy = f"name the file {ggufs[0].name} itself" if ggufs else "name the folder that has it"
         raise model_error(spec, f"the folder {folder} has no config.json; {remedy}")
+    if (folder / "adapter_config.json").is_file():  # transformers would load the adapter's base
+        text = f"the folder {folder} holds an adapter; merge it into its model and name that folder"
+        raise model_error(spec, text)
     return "unknown"
 
 
@@ -195,6 +200,22 @@ def _folder_revision(spec: str, folder: Path) -> str:
     for file in _weight_files(spec, folder):
         digest.update(f"{file.name} {fingerprint(file)}\n".encode())
     return digest.hexdigest()
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The weight files of a model's folder that transformers reads, by name; some also hold copies
+    in another layout (consolidated.safetensors), or an adapter."""
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            shards = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError):
+            return files
+        return [file for file in files if file.name in shards]
+    return files
 
 
 def _weight_files(spec: str, folder: Path) -> list[Path]:

@@ -24,9 +24,11 @@ from draftsmith.drafters.target import selftest
 from draftsmith.drafters.target.attention import Step, attend_by, packed_step
 from draftsmith.drafters.target.causal_lm import CausalLM, Tap, TargetOutput
 from draftsmith.drafters.target.chain_cache import ChainCache, RowCache
+from draftsmith.drafters.target.ends import settle_ends
 from draftsmith.drafters.target.shell import Shell, defaults, needs_own_attention
 from draftsmith.drafters.target.slab import Slab
 from draftsmith.drafters.target.source import Source, resolve
+from draftsmith.drafters.target.whole import check_quantised, check_whole
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +74,14 @@ class Target(CausalLM, Shell):
         with loading(f"target {spec}"):
             # Straight to its place: quantised weights cannot be moved afterwards.
             place = device_map or {"": device}
-            hf = transformers.AutoModelForCausalLM.from_pretrained(
-                source.path, dtype=choice, device_map=place
+            config = transformers.AutoConfig.from_pretrained(source.path)
+            check_quantised(f"target {spec}", source, config)
+            hf, info = transformers.AutoModelForCausalLM.from_pretrained(
+                source.path, dtype=choice, device_map=place, output_loading_info=True
             )
             tokenizer = transformers.AutoTokenizer.from_pretrained(source.path)
-            config = transformers.AutoConfig.from_pretrained(source.path)
+        check_whole(f"target {spec}", hf, info)
+        settle_ends(f"target {spec}", hf, config, tokenizer)
         for part in (hf.get_input_embeddings(), hf.get_output_embeddings()):
             if part.weight.is_meta:
                 raise UserError(

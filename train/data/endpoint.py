@@ -211,11 +211,14 @@ class Endpoint:
             raise Unusable("longer than the server's context")
         if ids is None:
             ids = self._encoded_again(reply, finish)
-        if finish == "stop" and not set(ids[-1:]) & set(self.target.eos_ids):
+        ends = self.target.eos_ids
+        if stop := next((i + 1 for i, token in enumerate(ids) if token in ends), None):
+            ids, finish = ids[:stop], "stop"  # its tokens say so; what follows is another text's
+        elif finish == "stop":
             # A server that leaves the end token out: with one end token, it is no guess.
-            if len(self.target.eos_ids) != 1:
+            if len(ends) != 1 or set(ids[-1:]) & set(self.target.tokenizer.all_special_ids):
                 raise Unusable("an answer whose end token is not told")
-            ids = [*ids, self.target.eos_ids[0]]
+            ids = [*ids, ends[0]]
         if not ids:
             raise Unusable("an empty answer")
         if max(ids) >= self.target.vocab_size:

@@ -118,6 +118,14 @@ def _imported(row: dict[str, Any], target: Target, domain: str) -> dict[str, Any
         raise Unusable('finish_reason is no text (write "stop" or "length")')
     if beyond := not_applied(row):
         raise Unusable(f"drawn with {beyond}, which changes the target's law")
+    stop = next((i + 1 for i, token in enumerate(answer) if token in target.eos_ids), None)
+    if stop is None and finish == "stop":
+        raise Unusable(
+            f'finish_reason is "stop", and response_ids hold none of the end tokens '
+            f"{target.eos_ids} (write the one that was drawn as their last, or another reason)"
+        )
+    if stop is not None and stop < len(answer):
+        raise Unusable(f"response_ids go on behind the end token {answer[stop - 1]} at {stop - 1}")
     ids = [*prompt, *answer]
     if max(ids) >= target.vocab_size:
         raise Unusable(
@@ -130,7 +138,7 @@ def _imported(row: dict[str, Any], target: Target, domain: str) -> dict[str, Any
     return {
         "ids": ids,
         "made": [False] * len(prompt) + [True] * len(answer),
-        "finish": finish,
+        "finish": "stop" if stop else finish,
         "domain": domain,
         "key": str(row.get("key") or Prompt(None, prompt, domain).key),
     }

@@ -393,14 +393,15 @@ def total(content: list) -> int:
 
 def shifted(row: dict) -> dict:
     """The classic: prompt and answer split one token late."""
-    ids = row["response_ids"]
-    return row | {"response_ids": ids[1:] + ids[:1]}
+    ids = [token for token in row["response_ids"] if token != tiny.EOS] or [2]
+    return row | {"response_ids": ids[1:] + ids[:1], "finish_reason": "length"}
 
 
 def swapped(row: dict) -> dict:
     ids = list(row["response_ids"])
     middle = len(ids) // 2
-    ids[middle] = (ids[middle] + 7) % tiny.VOCAB
+    other = (ids[middle] + 7) % tiny.VOCAB
+    ids[middle] = other if other != tiny.EOS else other + 1
     return row | {"response_ids": ids}
 
 

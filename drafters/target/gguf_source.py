@@ -112,6 +112,13 @@ def converted(spec: str, file: Path, revision: str, body: bool) -> Path:
     return final
 
 
+def to_write(spec: str, file: Path, revision: str) -> int:
+    """Bytes of the copy that a load of this GGUF's body would write; 0 where it is there."""
+    if _complete(cache_folder() / f"{file.stem}-{revision[:16]}-v{CACHE_FORMAT}"):
+        return 0
+    return 4 * _read_gguf(spec, file, body=True)[0]
+
+
 def _complete(folder: Path) -> bool:
     """Whether every file that the conversion wrote is there in its full size."""
     try:

@@ -25,10 +25,10 @@ _REFUSALS = (TemplateError, TypeError, ValueError, KeyError, AttributeError)
 def encode(prompts: Sequence[Prompt], target: Shell) -> list[list[int]]:
     """Each prompt's token ids up to its first answer, with the generation prompt.
 
-    Raises UserError: the tokenizer has no chat template or it refuses the conversation, a prompt
+    Raises UserError: the chat template refuses the conversation, a prompt
     yields no tokens, or given ids lie outside the target's vocabulary.
     """
-    check_template(prompts, target)
+    prompts = plain(prompts, target)
     if later := sum(bool(p.later) for p in prompts):
         log.warning("%d of %d prompts: only their first turn is asked here", later, len(prompts))
     out = []
@@ -68,6 +68,23 @@ def encode_fitting(
     if skipped:
         log.warning("%d of %d prompts cannot be asked: %s", len(skipped), len(prompts), skipped)
     return out
+
+
+def plain(prompts: Sequence[Prompt], target: Shell) -> list[Prompt]:
+    """The prompts as a base model takes them: where the tokenizer has no chat template, the first
+    turn's words are a text that it continues, and a line says so."""
+    if target.tokenizer.chat_template or all(p.messages is None for p in prompts):
+        return list(prompts)
+    log.warning(
+        "target %s: its tokenizer has no chat template; prompts are texts that it continues",
+        target.source.spec,
+    )
+    return [p if p.messages is None else _as_text(p) for p in prompts]
+
+
+def _as_text(prompt: Prompt) -> Prompt:
+    words = "\n".join(m["content"] for m in prompt.messages or ())
+    return Prompt(None, None, prompt.domain, text=words, prefix=1 << 30)
 
 
 def check_template(prompts: Iterable[Prompt], target: Shell) -> None:

@@ -116,6 +116,8 @@ def _logits(m: int, n: int, V: int, Vd: int) -> int:
 def disk(recipe: Recipe, outline: Outline, texts: Texts, device: torch.device) -> dict[str, int]:
     each = checkpoint.size(outline.stored, outline.trained, outline.adapters)
     parts = {"checkpoints": checkpoints(recipe) * each}
+    if outline.copies:
+        parts["fp32 copy of the GGUF"] = outline.copies
     if not texts.drawn:
         parts["samples"] = store.size(len(texts.lengths), texts.tokens)
     if recipe.adapt:

@@ -11,11 +11,12 @@ import transformers
 from torch import Tensor, nn
 
 from draftsmith.drafters.base import Drafter, family
-from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.errors import LOAD_ERRORS, UserError
 from draftsmith.drafters.parts.layers import SelfAttention
 from draftsmith.drafters.target.causal_lm import CausalLM
+from draftsmith.drafters.target.gguf_source import to_write
 from draftsmith.drafters.target.shell import Shell
-from draftsmith.drafters.target.source import Source, resolve
+from draftsmith.drafters.target.source import Source, fingerprint, gguf_file, resolve
 from draftsmith.train import lora
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.data.sources import prompts_to_learn
@@ -74,6 +75,7 @@ class Outline:
             self.drafter, self.trained = outlined_drafter(recipe, shell)
         # Bytes of the drafter as it is stored: whole, whatever share of it is trained.
         self.stored = sum(t.numel() * t.itemsize for t in self.drafter.weights().values())
+        self.copies = sum(map(_copy, filter(None, [recipe.target, _checkpoint(recipe)])))
         self.adapted = list(lora.layer_linears(self.target).values()) if recipe.adapt else []
         of_target = sum(
             (recipe.adapt or 0) * (m.in_features + m.out_features) for m in self.adapted
@@ -110,12 +112,28 @@ class Outline:
 
 
 def _config(spec: str) -> tuple[Source, Any]:
-    source = resolve(spec, weights=False)
+    """The config in a folder, or in the header of a GGUF, which a load turns into fp32."""
+    file = gguf_file(spec)
+    source = Source(spec, "", "unknown", "gguf") if file else resolve(spec, weights=False)
     try:
-        return source, transformers.AutoConfig.from_pretrained(source.path)
-    except (OSError, ValueError, KeyError) as error:
+        if file is None:
+            return source, transformers.AutoConfig.from_pretrained(source.path)
+        config = transformers.AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
+        config.dtype = torch.float32
+        return source, config
+    except LOAD_ERRORS as error:
         line = str(error).strip().splitlines()[0]
         raise UserError(f"target {spec}: transformers cannot read its config ({line})") from None
+
+
+def _checkpoint(recipe: Recipe) -> str | None:
+    return getattr(recipe.drafter_config(), "checkpoint", None)
+
+
+def _copy(spec: str) -> int:
+    """Bytes that a load writes into the cache of dequantised GGUFs."""
+    file = gguf_file(spec)
+    return to_write(spec, file, fingerprint(file)) if file else 0
 
 
 def outlined_drafter(recipe: Recipe, target: Shell) -> tuple[Drafter, int]:

@@ -13,7 +13,7 @@ from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.text import Text
 from draftsmith.eval.report.report import label
-from draftsmith.train.data.chat_template import opening
+from draftsmith.train.data.chat_template import opening, plain
 from draftsmith.train.data.prompts import Prompt, Unusable
 from draftsmith.train.samples import store
 from draftsmith.train.samples.generate import generate
@@ -41,6 +41,7 @@ def answered(
 
     Raises UserError where no answer is long enough to take a verify pass.
     """
+    prompts = plain(prompts, target)
     asked = [[p.key for p in prompts], target.identity()["revision"], asdict(sampler)]
     digest = store.digest([*asked, max_new_tokens, seed])
     name = slug(f"{Path(target.source.spec).name} {label(sampler)}")

@@ -48,7 +48,6 @@ def other(template: str | None) -> Target:
 @pytest.mark.parametrize(
     ("template", "prompt", "message"),
     [
-        (None, asked("a", ""), "target other: its tokenizer has no chat template; use"),
         ("{{ '' }}", asked("a", ""), "prompt 0 ('a'): yields no tokens"),
         (
             "{{ raise_exception('no\nway') }}",
@@ -62,6 +61,13 @@ def test_encode_faults(template: str | None, prompt: Prompt, message: str) -> No
     with pytest.raises(UserError) as error:
         encode([prompt], other(template))
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_base_model_continues_the_words(caplog: pytest.LogCaptureFixture) -> None:
+    """Without a template the words alone are asked, and one line says so."""
+    assert encode([asked("a b", ""), asked("c", "")], other(None)) == [[2, 3], [4]]
+    (line,) = [r.getMessage() for r in caplog.records if "no chat template" in r.getMessage()]
+    assert line.startswith("target other: ")
 
 
 def test_ids_need_no_template() -> None:

@@ -53,6 +53,11 @@ class Canary:
 CANARIES = {
     "eagle": Canary("eagle", {"taps": [2, 4, 6], "draft_vocab": 160}, ("taps + 1", "norm flag")),
     "eagle1": Canary("eagle1", {}, ("swapped inputs",)),
+    "dflash": Canary(
+        "dflash",
+        {"taps": [2, 4, 6], "layers": 2, "block_size": K + 1, "draft_vocab": 160},
+        ("taps + 1", "another mask"),
+    ),
     "medusa": Canary("medusa", {"heads": K}, ("swapped heads",)),
     "medusa-shared": Canary("medusa", {"heads": K, "head": "target"}, ("swapped heads",)),
     "small": Canary("small", {"layers": [0, 7], "embeddings": "own"}, ("rope",)),
@@ -90,6 +95,11 @@ def fault(drafter: Drafter, name: str) -> Iterator[None]:
         drafter.taps = [int(tap) + 1 for tap in taps]
         yield
         drafter.taps = taps
+    elif name == "another mask":
+        config, mask = drafter.config, drafter.mask
+        drafter.config, drafter.mask = config.model_copy(update={"mask_token": 7}), 7
+        yield
+        drafter.config, drafter.mask = config, mask
     elif name == "norm flag":
         config = drafter.config
         flipped = not config.norm_before_residual

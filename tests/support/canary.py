@@ -48,6 +48,7 @@ class Canary:
     family: str
     config: dict[str, Any]
     faults: tuple[str, ...]
+    lr: float = 2e-3
 
 
 CANARIES = {
@@ -57,6 +58,12 @@ CANARIES = {
         "dflash",
         {"taps": [2, 4, 6], "layers": 2, "block_size": K + 1, "draft_vocab": 160},
         ("taps + 1", "another mask"),
+    ),
+    "peagle": Canary(
+        "peagle",
+        {"taps": [2, 4, 6], "layers": 2, "draft_vocab": 160},
+        ("taps + 1", "norm flag"),
+        5e-4,
     ),
     "medusa": Canary("medusa", {"heads": K}, ("swapped heads",)),
     "medusa-shared": Canary("medusa", {"heads": K, "head": "target"}, ("swapped heads",)),
@@ -160,7 +167,7 @@ def train(of: Target, name: str, written: list[Text], steps: int = 400) -> Draft
     for wrong in (f for f in canary.faults if f != "swapped heads"):
         with fault(drafter, wrong):
             ways.append((wrong, _read(of, drafter, written)))
-    optimizer = torch.optim.Adam([p for p in drafter.parameters() if p.requires_grad], lr=2e-3)
+    optimizer = torch.optim.Adam([p for p in drafter.parameters() if p.requires_grad], lr=canary.lr)
     never = int(drafter.vocab.to_draft(torch.tensor(NEVER)))
     margins: list[float] = []
     for step in range(steps):

@@ -16,6 +16,7 @@ from rich.table import Table
 from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.passes import layers
 from draftsmith.drafters.policy import Tree
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
@@ -24,7 +25,7 @@ from draftsmith.eval.speed import bench_table, synthetic
 from draftsmith.eval.speed.bench import BenchPrompt, Store, check_memory, device_of, grid
 from draftsmith.eval.speed.bench import run as measure
 from draftsmith.eval.speed.clocks import WARM_UP
-from draftsmith.recipes.options import Prompts, Seed
+from draftsmith.recipes.options import Compile, Prompts, Seed, settle
 from draftsmith.recipes.shared import check_room, digest, ngram, take_prompts
 from draftsmith.train import disk
 from draftsmith.train.data.chat_template import encode
@@ -61,6 +62,7 @@ class Bench:
     alpha: Annotated[float, typer.Option(help="With --shape: the chance of acceptance.")] = 0.7
     output: Annotated[Path, typer.Option(help="Folder for bench.json and .md.")] = Path("bench")
     seed: Seed = 0
+    compiling: Compile = "auto"
 
     def __call__(self) -> None:
         """Runs what is asked. Raises UserError, before anything is timed."""
@@ -84,6 +86,7 @@ class Bench:
         longest = max(len(prompt.ids) for prompt in prompts)
         check_room(longest, self.max_new_tokens, target)
         check_memory(target, cells, longest + self.max_new_tokens)
+        settle(self.compiling, target, 2 * len(cells) * len(prompts) * self.max_new_tokens)
         origin = device_of(target) | provenance()
         hashed = hashlib.sha256(json.dumps([prompt.ids for prompt in prompts]).encode())
         settings = {
@@ -95,6 +98,7 @@ class Bench:
             "prompts_hash": hashed.hexdigest()[:16],
             "warm_up": WARM_UP,
             "seed": self.seed,
+            "compiled": layers.chosen(),
             "drafters": {name: _weights(name) for name in self.drafters or []},
             **{key: origin[key] for key in ("device", "dtype", "machine", "versions")},
         }

@@ -12,11 +12,13 @@ import typer
 
 from draftsmith.drafters import storage
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.passes import layers
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.certify.certify import certificate
 from draftsmith.eval.certify.certify import certify as run_checks
 from draftsmith.eval.certify.fixture import Fixture, untouched, untrained
 from draftsmith.eval.report.provenance import provenance
+from draftsmith.recipes.options import Compile, settle
 from draftsmith.recipes.shared import check_file
 from draftsmith.train import disk
 from draftsmith.train.data.chat_template import encode
@@ -39,6 +41,7 @@ def certify(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=8)] = 20,
     output: Annotated[Path | None, typer.Option(help="File for the certificate (JSON).")] = None,
+    compiling: Compile = "auto",
 ) -> None:
     """Checks that decoding with a drafter writes what the target alone would write."""
     if checkpoint is not None:
@@ -56,6 +59,7 @@ def certify(
             f"target {target}: no five prompts fit its {loaded.max_positions} positions; lower "
             "--max-new-tokens"
         )
+    settle(compiling, loaded, 2 * PROMPTS * max_new_tokens)
     fixture = Fixture(loaded, untouched(loaded), drafters, prompts, max_new_tokens)
     checks = []
 
@@ -71,6 +75,7 @@ def certify(
     print(f"{len(checks) - failed} of {len(checks)} checks passed")
     if output is not None:
         made = certificate(checks) | {"target": loaded.identity(), "drafters": list(drafters)}
+        made["compiled"] = layers.chosen()
         disk.write(output, json.dumps(made | provenance(), indent=1) + "\n")
         print(f"written: {output}")
     if failed:

@@ -33,7 +33,7 @@ from draftsmith.eval.report.report import drafting_of, label
 from draftsmith.eval.speed import speed_model
 from draftsmith.eval.speed.clocks import Steadiness, spread, worst
 from draftsmith.recipes import compare_page
-from draftsmith.recipes.options import Prompts, Seed, judge
+from draftsmith.recipes.options import Compile, Prompts, Seed, judge, settle
 from draftsmith.recipes.shared import digest, make_folder, ngram, once, read_run, take_prompts
 from draftsmith.train import journal
 from draftsmith.train.progress import CountLine
@@ -61,6 +61,7 @@ class Compare:
     k: Annotated[int, typer.Option(min=1, help="Longest draft.")] = 4
     output: Annotated[Path, typer.Option(help="Folder for the comparison.")] = Path("compare")
     seed: Seed = 0
+    compiling: Compile = "auto"
 
     def __call__(self) -> None:
         """Makes the comparison and prints its tables."""
@@ -103,6 +104,8 @@ def compare(
     for entry in entries:
         if entry.place:
             storage.check_target(entry.place, configs[entry.name]["target"], target)
+    texts = 2 * len(entries) * settings.decode_limit
+    settle(settings.compiling, target, texts * settings.max_new_tokens)
     sets = {
         label(sampler): answered(
             output / "heldout", target, prompts, sampler, settings.max_new_tokens, settings.seed

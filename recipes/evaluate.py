@@ -16,6 +16,7 @@ from rich.table import Table
 from draftsmith.drafters import foreign
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.passes import layers
 from draftsmith.drafters.policy import Policy, Tree
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
@@ -24,7 +25,17 @@ from draftsmith.eval.acceptance.static_tree import Calibrated, calibrate
 from draftsmith.eval.evaluate import Evaluation
 from draftsmith.eval.evaluate import evaluate as measure
 from draftsmith.eval.report.report import adapted, interval
-from draftsmith.recipes.options import OwnTarget, Prompts, Seed, Temperature, TopK, TopP, judge
+from draftsmith.recipes.options import (
+    Compile,
+    OwnTarget,
+    Prompts,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    judge,
+    settle,
+)
 from draftsmith.recipes.shared import (
     check_room,
     make_folder,
@@ -78,6 +89,7 @@ def evaluate(
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends a text.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for report.json.")] = None,
     seed: Seed = 0,
+    compiling: Compile = "auto",
 ) -> None:
     """Decodes prompts with a drafter: acceptance by replay and decode, parity, speed."""
     sampler = Sampler(temperature, top_k, top_p)
@@ -118,6 +130,7 @@ def evaluate(
     drafter.check(policy)
     ids = encode(chosen, loaded)
     check_room(max(map(len, ids)), max_new_tokens, loaded)
+    settle(compiling, loaded, 2 * len(ids) * max_new_tokens)
     shape = None
     if recipe is not None:
         shape = _calibrated(run, recipe, loaded, drafter, policy)
@@ -128,7 +141,7 @@ def evaluate(
         progress=CountLine("decode", 2 * len(ids)).after_prompt,
     )  # fmt: skip
     _show(found)
-    report = found.report() | {"settings": record}
+    report = found.report() | {"settings": record, "compiled": layers.chosen()}
     if shape is not None:
         report["tree"] = {
             "paths": shape.tree.paths,

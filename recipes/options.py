@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 import yaml
 
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.passes import layers
+from draftsmith.drafters.target.causal_lm import CausalLM
 
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopK = Annotated[int, typer.Option(help="0 switches top-k off.")]
@@ -27,6 +29,29 @@ Template = Annotated[
 RecipeName = Annotated[str, typer.Argument(help="A recipe file, or a shipped recipe's name.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value ..")]
 Seed = Annotated[int, typer.Option(help="Keys every draw.")]
+
+Compile = Annotated[
+    Literal["auto", "on", "off"],
+    typer.Option(
+        "--compile", help="Decoder layers compiled for this CPU; auto: in runs it pays in."
+    ),
+]
+
+
+def settle(compiling: str, target: CausalLM, passes: int) -> None:
+    """Settles --compile for a run of at most `passes` passes of the target, in one line.
+
+    auto compiles where that takes less time than it saves, and takes what was compiled before.
+    """
+    able = compiling != "off" and layers.able(target)
+    layers.choose(able and (compiling == "on" or passes >= layers.PAYS or layers.kept(target)))
+    if able and not layers.chosen():
+        print(
+            f"layers are not compiled: up to {passes} passes are fewer than the {layers.PAYS} from "
+            "which on it pays (--compile on)"
+        )
+    elif compiling == "on" and not able:
+        print("layers are not compiled: that needs a target in fp32 on a CPU, and the CPU kernels")
 
 
 def key_values(pairs: list[str]) -> dict[str, Any]:

@@ -24,6 +24,14 @@ from draftsmith.drafters.cache import cache_folder
 from draftsmith.drafters.errors import reason
 
 SOURCE = Path(__file__).with_name("narrow.cpp")
+_TORCH = Path(torch.__file__).parent
+_FLAGS = [
+    *("-O3", "-std=c++20", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=fast"),
+    "-mcpu=native" if platform.machine() == "aarch64" else "-march=native",
+    f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+    f"-I{_TORCH / 'include'}",
+    f"-I{_TORCH / 'include' / 'torch' / 'csrc' / 'api' / 'include'}",
+]
 _TIMEOUT = 300  # seconds; 10 are usual
 
 
@@ -47,24 +55,19 @@ def _library() -> Path:
     """The built library's path. Raises NoKernels where it cannot be built."""
     if sys.platform != "linux":
         raise NoKernels(f"they are for Linux, this is {sys.platform}")
-    compiler = _compiler()
-    torch_home = Path(torch.__file__).parent
-    flags = [
-        *("-O3", "-std=c++20", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=fast"),
-        "-mcpu=native" if platform.machine() == "aarch64" else "-march=native",
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        f"-I{torch_home / 'include'}",
-        f"-I{torch_home / 'include' / 'torch' / 'csrc' / 'api' / 'include'}",
-    ]
-    known = [SOURCE.read_text(), compiler, *flags, torch.__version__, _processor()]
-    key = hashlib.sha256("\n".join(known).encode()).hexdigest()[:16]
     folder = cache_folder() / "kernels"
-    library = folder / f"narrow-{key}.so"
+    library = folder / f"narrow-{key()}.so"
     if not library.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        link = [f"-L{torch_home / 'lib'}", "-ltorch_cpu", "-lc10"]
-        _build([compiler, *flags, str(SOURCE), *link], library)
+        link = [f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
+        _build([_compiler(), *_FLAGS, str(SOURCE), *link], library)
     return library
+
+
+def key() -> str:
+    """Stands for all that the library depends on. Raises NoKernels where no compiler is found."""
+    known = [SOURCE.read_text(), _compiler(), *_FLAGS, torch.__version__, _processor()]
+    return hashlib.sha256("\n".join(known).encode()).hexdigest()[:16]
 
 
 def _compiler() -> str:

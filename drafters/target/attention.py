@@ -118,7 +118,12 @@ def active(step: Step) -> Iterator[None]:
         _step.reset(token)
 
 
-def _current() -> Step:
+def active_step() -> Step | None:
+    return _step.get()
+
+
+def current() -> Step:
+    """The active one. Raises RuntimeError where there is none."""
     step = _step.get()
     if step is None:
         raise RuntimeError("draftsmith attention ran outside of active(step)")
@@ -130,7 +135,7 @@ def _mask(*args: Any, mask_function: Callable, dtype: torch.dtype, **kwargs: Any
 
     Added to the scores rather than bool, which SDPA would turn into this once a layer.
     """
-    step = _current()
+    step = current()
     B = step.positions.shape[0]
     device = step.positions.device
     b = torch.arange(B, device=device).view(-1, 1, 1, 1)
@@ -154,7 +159,7 @@ def _attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    step = _current()
+    step = current()
     B, heads, T, D = query.shape
     if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
         query = _tempered(query, module, step.positions)

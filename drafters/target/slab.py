@@ -86,6 +86,10 @@ class Slab:
                 store[layer] = like.new_zeros(B, heads, self.capacity, dim)
         return self._keys[layer], self._values[layer]
 
+    def held(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """All slots of a layer's keys and values; None before its first write."""
+        return (self._keys[layer], self._values[layer]) if layer in self._keys else None
+
     def commit(self, counts: Tensor) -> None:
         """Advances each row's length by counts (B,)."""
         self.length += counts

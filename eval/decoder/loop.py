@@ -19,7 +19,7 @@ from torch import Tensor
 
 from draftsmith.drafters.base import Drafter, Policy
 from draftsmith.drafters.errors import UserError
-from draftsmith.drafters.passes import narrow
+from draftsmith.drafters.passes import layers, narrow
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.selftest import capture_problem
 from draftsmith.drafters.target.target import Target
@@ -146,6 +146,8 @@ class Decoder:
         slots = self.policy.slots if self.drafter else 1
         capacity = max(len(text.prompt) for text in texts) + max_new_tokens + 2 * slots
         inputs = (self.target, self.drafter, self.policy, sampler, ids, seed)
+        if layers.chosen():
+            self._compile(len(texts))
         if not self._captures(len(texts)):
             self._running = None
             return self.rounds_type(*inputs, capacity)
@@ -160,6 +162,14 @@ class Decoder:
             kept = Graphs(self.rounds_type(*inputs, capacity, fixed=True))
         self.captured[key] = self._running = kept
         return kept.rounds
+
+    def _compile(self, rows: int) -> None:
+        """Compiles the layers of the models that decode, where that is possible."""
+        nodes = self.policy.nodes if self.drafter else 1
+        lm = getattr(self.drafter, "lm", None)  # a small model drafts token by token, after two
+        for model, widths in ((self.target, [1, nodes]), (lm, [1, 2])):
+            if model is not None and layers.able(model):
+                layers.ready(model, self.target.tokenizer, rows, widths)
 
     def _captures(self, rows: int) -> bool:
         """Whether rounds of so many rows run as graphs; says so once where the target cannot."""

@@ -10,6 +10,7 @@ and is written as $DATA in every command.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -21,6 +22,7 @@ from typing import Any
 
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.passes import narrow
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.report.provenance import provenance
 from draftsmith.train.states.computed import Computed
@@ -53,6 +55,13 @@ def cell(path: Path, run: Callable[[], dict[str, Any]], seed: int | None = 0) ->
     scratch.write_text(text + "\n")
     os.replace(scratch, path)
     return json.loads(text)
+
+
+def plain_hf(hf: Any) -> Any:
+    """A copy of an HF model with torch's linear layers and transformers' own attention."""
+    out: Any = narrow.restore(copy.deepcopy(hf))
+    out.set_attn_implementation("sdpa")
+    return out.eval()
 
 
 class Remembering:

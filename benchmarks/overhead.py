@@ -4,7 +4,7 @@
         --small runs/smol-small/best
 
 Inside are calls of modules (embedding, layers with their attention, norms, lm_head; of the drafter
-likewise) and of scaled_dot_product_attention; outside is the rest of a round: softmax, sampling,
+likewise) and of attention; outside is the rest of a round: softmax, sampling,
 masks, accept rule, commit, Python. In CPU seconds of the one thread, so that other processes do
 not count. `--tiny` runs an untrained pair that takes seconds, where overhead is most of a round.
 Writes benchmarks/overhead/*.json and benchmarks/overhead.md.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from torch import nn
 
 from draftsmith.drafters import base, storage
 from draftsmith.drafters.base import Drafter, Policy
+from draftsmith.drafters.passes import narrow
 from draftsmith.drafters.policy import Tree
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
@@ -61,20 +62,23 @@ class Inside:
         """Marks the modules' calls, and attention's."""
         hooks = [m.register_forward_pre_hook(self.enter) for m in modules]
         hooks += [m.register_forward_hook(self.leave) for m in modules]
-        plain = F.scaled_dot_product_attention
 
-        def attention(*args: Any, **kwargs: Any) -> Any:
-            self.enter()
-            try:
-                return plain(*args, **kwargs)
-            finally:
-                self.leave()
+        def marked(plain: Callable) -> Callable:
+            def attention(*args: Any, **kwargs: Any) -> Any:
+                self.enter()
+                try:
+                    return plain(*args, **kwargs)
+                finally:
+                    self.leave()
 
-        F.scaled_dot_product_attention = attention
+            return attention
+
+        kept = F.scaled_dot_product_attention, narrow.attend
+        F.scaled_dot_product_attention, narrow.attend = marked(kept[0]), marked(kept[1])
         try:
             yield
         finally:
-            F.scaled_dot_product_attention = plain
+            F.scaled_dot_product_attention, narrow.attend = kept
             for hook in hooks:
                 hook.remove()
 

@@ -15,18 +15,16 @@ benchmarks/peer/*.json and benchmarks/peer.md.
 from __future__ import annotations
 
 import argparse
-import copy
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import HERE, cell, markdown
+from common import HERE, cell, markdown, plain_hf
 
 from draftsmith.drafters import base, storage
 from draftsmith.drafters.base import Drafter, Policy
-from draftsmith.drafters.passes import narrow
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.loop import Decoder
@@ -46,13 +44,6 @@ class Passes:
 
     def _one(self, *_: Any) -> None:
         self.count += 1
-
-
-def plain_hf(hf: Any) -> Any:
-    """A copy of an HF model with torch's linear layers and transformers' own attention."""
-    out = narrow.restore(copy.deepcopy(hf))
-    out.set_attn_implementation("sdpa")
-    return out.eval()
 
 
 def measure(target: Target, drafter: Drafter | None, prompts: list[list[int]]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import time
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from draftsmith.drafters.base import Policy
+from draftsmith.drafters.passes import narrow
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.eval.speed import synthetic
 from places import BENCHMARKS
@@ -52,15 +54,18 @@ def test_outside_is_what_a_round_takes_beside_modules(
         outside = measured(overhead)
     assert outside["outside_ms"] > plain["outside_ms"] + 40  # two drafts and the target's own
     with monkeypatch.context() as patch:
-        forward = torch.nn.Linear.forward
         wide = synthetic.shape_config("tiny").vocab_size
 
-        def slow(self: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
-            if self.out_features == wide:
-                burn()
-            return forward(self, x)
+        for kind in (torch.nn.Linear, narrow.NarrowLinear, narrow.LeftLinear):
 
-        patch.setattr(torch.nn.Linear, "forward", slow)
+            def slow(
+                self: torch.nn.Linear, x: torch.Tensor, forward: Callable = kind.forward
+            ) -> torch.Tensor:
+                if self.out_features == wide:
+                    burn()
+                return forward(self, x)
+
+            patch.setattr(kind, "forward", slow)
         inside = measured(overhead)
     assert inside["round_ms"] > plain["round_ms"] + 40
     assert inside["outside_ms"] < plain["outside_ms"] + 15

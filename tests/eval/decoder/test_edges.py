@@ -130,7 +130,7 @@ def test_each_thread_reads_its_own_step() -> None:
         step = attention.packed_step(positions, positions * 0)
         with attention.active(step):
             met.wait()  # both are inside
-            return attention._current() is step
+            return attention.current() is step
 
     with ThreadPoolExecutor(2) as pool:
         assert all(pool.map(own, (3, 5)))

@@ -17,6 +17,7 @@ from common import HERE
 
 from draftsmith.drafters import base, storage
 from draftsmith.drafters.base import Policy
+from draftsmith.drafters.passes import layers
 from draftsmith.drafters.policy import Tree
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.report.provenance import provenance
@@ -37,6 +38,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=HERE)
     arguments = parser.parse_args()
     target = Target.load("smollm2")
+    layers.choose(layers.able(target))
     ngram = base.family("ngram")
     drafters = {
         "ngram": ngram.create(target, ngram.Config()),

@@ -1,6 +1,6 @@
 // Passes over few tokens on a CPU, at the speed of its memory: fp32, no gradients.
 //
-//   linear(x, weight, bias)   at most 16 rows of x, weights row by row as they lie: each is read from
+//   linear(x, weight, bias)   at most 32 rows of x, weights row by row as they lie: each is read from
 //                             memory once for all rows of x, which stay in the nearest cache
 //   attend(..)                puts new keys and values into a slab and attends over its first slots,
 //                             grouped queries without copies, with softcap and sinks
@@ -56,7 +56,8 @@ inline float sum(typename Of<N>::Floats v) {
 
 // ---------------------------------------------------------------- linear
 
-constexpr int WIDEST = 16;
+constexpr int WIDEST = 32;
+constexpr int FITS = 9;      // rows of x whose sums the registers hold
 constexpr int STREAMS = 4;   // rows of weights that are read side by side
 constexpr int AHEAD = 1024;  // floats: how far ahead of its use a weight is asked for
 
@@ -84,22 +85,31 @@ inline void tile(const float* x, const float* w, int64_t w_step, int64_t K, cons
   }
 }
 
+template <typename Do, int... I>
+inline void each(Do run, std::integer_sequence<int, I...>) {
+  (run(std::integral_constant<int, I>()), ...);
+}
+
 // Outputs [from, to) of M rows. A thread's rows of weights are cut into R runs that are read side by
-// side: each is one long stream, which the processor fetches ahead by itself.
+// side: each is one long stream, which the processor fetches ahead by itself. Rows of x that do not
+// fit at once come in pieces, for which the weights lie in the nearest cache.
 template <int M>
 void outputs(const float* x, const float* w, int64_t K, const float* bias, float* y, int64_t N,
              int64_t from, int64_t to) {
-  constexpr int FIRST = M > 9 ? (M + 1) / 2 : M;  // more would not fit the registers
-  constexpr int SECOND = M - FIRST;
-  constexpr int FIT = (REGISTERS - 2) / (FIRST + 1);
+  constexpr int PIECES = (M + FITS - 1) / FITS, PIECE = (M + PIECES - 1) / PIECES;
+  constexpr int FIT = (REGISTERS - 2) / (PIECE + 1);
   constexpr int R = FIT > STREAMS ? STREAMS : FIT < 1 ? 1 : FIT;
   int64_t run = (to - from) / R;
   auto tiles = [&](auto streams, int64_t n) {
     constexpr int S = decltype(streams)::value;
     const float* b = bias ? bias + n : nullptr;
-    tile<FIRST, S>(x, w + n * K, run * K, K, b, y + n, N, run);
-    if constexpr (SECOND > 0)
-      tile<SECOND, S>(x + FIRST * K, w + n * K, run * K, K, b, y + FIRST * N + n, N, run);
+    auto piece = [&](auto number) {
+      constexpr int FIRST = decltype(number)::value * PIECE;
+      constexpr int ROWS = M - FIRST < PIECE ? M - FIRST : PIECE;
+      if constexpr (ROWS > 0)
+        tile<ROWS, S>(x + FIRST * K, w + n * K, run * K, K, b, y + FIRST * N + n, N, run);
+    };
+    each(piece, std::make_integer_sequence<int, PIECES>());
   };
   for (int64_t n = from; n < from + run; n++) tiles(std::integral_constant<int, R>(), n);
   for (int64_t n = from + run * R; n < to; n++) tiles(std::integral_constant<int, 1>(), n);

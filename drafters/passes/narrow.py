@@ -1,6 +1,6 @@
 """Linear layers and attention over few tokens on a CPU: which way each of them is computed.
 
-At 1 to 16 rows (a token, a chain or small tree of drafts, a small batch) a linear layer costs what
+At 1 to 32 rows (a token, a chain or small tree of drafts, a small batch) a linear layer costs what
 reading its weights costs, if its kernel is made for that; torch's own are not (a third of the
 memory's speed at one row, less at two). `prepare` gives a model's layers a class whose forward
 takes our kernel wherever no gradient is asked for, and attention over the slab its own. Where they
@@ -26,7 +26,7 @@ from draftsmith.drafters.passes import build
 
 logger = logging.getLogger(__name__)
 
-WIDEST = 16  # rows
+WIDEST = 32  # rows
 _TOLERANCE = 1e-5  # of the proof's results, which are of size 1
 
 

@@ -216,7 +216,8 @@ def test_compiled_code_is_exact_and_found_again(
         target, reference = fresh()
         layers.ready(target, target.tokenizer, 1, [1, 5])
         compiled = layers.find(target)
-        assert not caplog.records and compiled is not None and len(compiled.codes) == 2
+        assert not [r for r in caplog.records if r.name.startswith("draftsmith")]
+        assert compiled is not None and len(compiled.codes) == 2
         with torch.inference_mode():
             gap = selftest.slab_gap(target, reference, Slab(1, selftest.ROOM, target.device))
         assert gap < 1e-4 * reference.abs().max()

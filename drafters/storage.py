@@ -1,7 +1,13 @@
-"""How a drafter is stored: config.json beside model.safetensors, which hold what was trained."""
+"""How a drafter is stored: config.json beside model.safetensors, which hold what was trained.
+
+config.json holds sha256 of every file of the checkpoint, and of itself: bits that flip in a copy,
+and a setting changed by hand, give another drafter that still loads. Checkpoints of earlier
+versions have none.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from pathlib import Path
@@ -15,12 +21,18 @@ from torch import Tensor
 from draftsmith.drafters.base import Drafter, family
 from draftsmith.drafters.errors import UserError, naming
 from draftsmith.drafters.target.shell import Shell
+from draftsmith.drafters.target.whole import check_finite
 
 logger = logging.getLogger(__name__)
 
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
 
 def save(drafter: Drafter, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
-    """Writes config.json and model.safetensors (weights; None: its own) into a folder."""
+    """Writes config.json and model.safetensors (weights; None: its own) into a folder.
+
+    Whatever else lies there by then belongs to the checkpoint, and is hashed with it.
+    """
     config = {
         "format": 1,
         "family": drafter.family,
@@ -28,18 +40,21 @@ def save(drafter: Drafter, folder: Path, weights: dict[str, Tensor] | None = Non
         "target": drafter.target.identity(),
     }
     write(folder, config, drafter.weights() if weights is None else weights)
+    files = [p for p in sorted(folder.iterdir()) if p.is_file() and p.name != CONFIG]
+    hashes = {CONFIG: _hash_of(config)} | {p.name: _file_hash(p) for p in files}
+    (folder / CONFIG).write_text(json.dumps(config | {"sha256": hashes}, indent=1) + "\n")
 
 
 def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """config.json and model.safetensors, which is how servers but llama.cpp read heads too."""
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    save_file(whole, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a drafter folder. Raises UserError when it is not one."""
-    path = folder / "config.json"
+    path = folder / CONFIG
     if not path.is_file():
         raise UserError(f"{folder}: no drafter there (config.json is missing); give a checkpoint")
     try:
@@ -65,12 +80,12 @@ def load(folder: Path, target: Shell) -> Drafter:
 def read(folder: Path, target: Shell) -> Drafter:
     """The drafter stored in a folder, its own weights in fp32, as they are trained.
 
-    Raises UserError when it was made for another target, or its tensors are not exactly those
-    that its config asks for.
+    Raises UserError when it was made for another target, its tensors are not exactly those that its
+    config asks for, and as `check_hashes` does.
     """
     stored = read_config(folder)
     check_target(folder, stored["target"], target)
-    with naming(folder / "config.json"):
+    with naming(folder / CONFIG):
         cls = family(stored["family"])
         try:
             config = cls.Config(**stored["config"])
@@ -80,9 +95,43 @@ def read(folder: Path, target: Shell) -> Drafter:
             text = f"{key}: {first['msg']}; correct it, or copy the checkpoint again"
             raise UserError(text) from None
         drafter = cls(target, config)
-    path = folder / "model.safetensors"
+    path = folder / WEIGHTS
     fill(drafter, read_weights(path), path)
+    check_hashes(folder, WEIGHTS)
     return drafter
+
+
+def check_hashes(folder: Path, *names: str, remedy: str = "copy the checkpoint again") -> None:
+    """Raises UserError where config.json or one of these files is not what was stored."""
+    stored = read_config(folder)
+    hashes = stored.get("sha256")
+    if hashes is None:  # of an earlier version
+        return
+    known = hashes if isinstance(hashes, dict) else {}
+    for name in (CONFIG, *names):
+        found = _hash_of(stored) if name == CONFIG else _file_hash(folder / name)
+        if found != known.get(name):
+            raise UserError(
+                f"{folder / name}: is not what was stored (sha256 {found[:12]}, "
+                f"{str(known.get(name))[:12]} in {CONFIG}): damaged or changed; {remedy}"
+            )
+
+
+def _hash_of(config: dict[str, Any]) -> str:
+    """sha256 of a config, less where its target lies: that folder may be moved."""
+    kept = json.loads(json.dumps(config))  # its keys as they are read again
+    kept.pop("sha256", None)
+    kept["target"].pop("spec", None)
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def _file_hash(path: Path) -> str:
+    """Raises UserError for a file that cannot be read."""
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error}); copy the checkpoint again") from None
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -95,7 +144,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 def fill(drafter: Drafter, stored: dict[str, Tensor], path: Path) -> None:
     """Puts tensors that were read from `path` into a drafter. Raises UserError unless they are
-    exactly those that its config asks for."""
+    exactly those that its config asks for, and finite."""
     wanted = drafter.weights()
     remedy = "the file does not belong to config.json beside it; copy the checkpoint again"
     for name in sorted(wanted.keys() ^ stored.keys()):
@@ -105,6 +154,7 @@ def fill(drafter: Drafter, stored: dict[str, Tensor], path: Path) -> None:
         if tensor.shape != stored[name].shape:
             shapes = f"{tuple(stored[name].shape)} where {tuple(tensor.shape)} is needed"
             raise UserError(f"{path}: tensor {name} has shape {shapes}; {remedy}")
+    check_finite(str(path), stored, "copy the checkpoint again, or take an earlier one")
     try:
         drafter.load_state_dict(stored, strict=False)
     except UserError as error:  # a draft vocabulary that the target lacks

@@ -12,7 +12,6 @@ moment finds either all of it or none.
 from __future__ import annotations
 
 import os
-import pickle
 import random
 import shutil
 from collections.abc import Iterator
@@ -27,13 +26,14 @@ from torch import Tensor
 
 from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.errors import NOT_WRITTEN, UserError, cannot_write, said
+from draftsmith.drafters.errors import LOAD_ERRORS, NOT_WRITTEN, UserError, cannot_write, said
 from draftsmith.train import disk, trackers
 from draftsmith.train.recipe import Recipe, parse
 
 # Keys that do not decide the weights: a run may go on with other values. (What the samples hold
 # is compared by content, wherever they lie.)
 _FREE = {"runs", "samples", "log_every", "tracker", "device_map"}
+STATE = "state.pt"
 _MOMENTS = 2 * 4  # bytes of AdamW's two fp32 moments of a number
 
 
@@ -102,8 +102,8 @@ def save(
     shutil.rmtree(scratch, ignore_errors=True)
     try:
         scratch.mkdir()
-        storage.save(drafter, scratch, weights)
-        torch.save(state | {"step": step, "rng": rng_state()}, scratch / "state.pt")
+        torch.save(state | {"step": step, "rng": rng_state()}, scratch / STATE)
+        storage.save(drafter, scratch, weights)  # last: it hashes what lies there
         disk.publish(scratch, place)
     except torch.OutOfMemoryError:  # of a device: a RuntimeError, but not the disk's
         raise
@@ -129,17 +129,17 @@ def steps(folder: Path) -> list[int]:
 
 
 def restore(folder: Path, step: int) -> dict[str, Any]:
-    """What checkpoint-STEP holds beside the drafter. Raises UserError for a damaged file."""
+    """What checkpoint-STEP holds beside the drafter. Raises UserError where any of its files is
+    damaged."""
     place = folder / f"checkpoint-{step}"
-    path = place / "state.pt"
+    path = place / STATE
+    remedy = f"delete {place}, and the same command goes on from the checkpoint before it"
+    storage.check_hashes(place, storage.WEIGHTS, STATE, remedy=remedy)
     try:
         state = torch.load(path, map_location="cpu", weights_only=False)
         set_rng_state(state["rng"])
-    except (OSError, EOFError, RuntimeError, KeyError, pickle.UnpicklingError) as error:
-        raise UserError(
-            f"{path}: cannot be read ({said(error)}); delete {place}, and the same command goes on "
-            "from the checkpoint before it"
-        ) from None
+    except LOAD_ERRORS as error:  # a damaged pickle raises anything
+        raise UserError(f"{path}: cannot be read ({said(error)}); {remedy}") from None
     return state
 
 

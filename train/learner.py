@@ -233,11 +233,11 @@ class Learner:
         done = checkpoint.steps(folder)
         if not done:
             return None
-        weights = folder / f"checkpoint-{done[-1]}/model.safetensors"
+        state = checkpoint.restore(folder, done[-1])
+        weights = folder / f"checkpoint-{done[-1]}" / storage.WEIGHTS
         if self.lora is None:
             storage.fill(self.drafter, storage.read_weights(weights), weights)
-        state = checkpoint.restore(folder, done[-1])
-        if self.lora:  # what lies below the adapters comes from where the run began
+        else:  # what lies below the adapters comes from where the run began
             self.lora.load(state["lora"])
             self.lora.check(weights)
         if state["samples"] != self.samples.manifest["content_hash"]:

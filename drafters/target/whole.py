@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,13 @@ _EXTRAS = re.compile(
     r"|embed_audio|talker|token2wav)"
 )
 LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _PACKED = ("F8_", "F4", "F6_", "I8", "U8", "I16", "U16", "I32", "U32")
 
 
 def check_whole(what: str, hf: Any, info: dict[str, Any]) -> None:
-    """Raises UserError for the first tensor that is missing, or that nothing reads.
+    """Raises UserError for the first tensor that is missing, that nothing reads, or that is not
+    finite.
 
     what: names the model. info: from_pretrained's loading info.
     """
@@ -47,6 +49,18 @@ def check_whole(what: str, hf: Any, info: dict[str, Any]) -> None:
             "a checkpoint that transformers reads whole"
         )
     check_tied(what, hf)
+    check_finite(what, hf.state_dict(), "name one that is whole")
+
+
+def check_finite(what: str, tensors: Mapping[str, Any], remedy: str) -> None:
+    """Raises UserError for the first tensor that holds a NaN or an infinity: a file that was
+    damaged, or stored by a run that had gone wrong."""
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+            continue
+        if tensor.dtype in _FLOATS and not bool(torch.isfinite(tensor).all()):
+            raise UserError(f"{what}: tensor {name} holds NaN or infinities; {remedy}")
 
 
 def check_tied(what: str, hf: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -160,12 +161,99 @@ def test_load_refuses(what: str, tmp_path: Path) -> None:
     assert any(word in text for word in ("; give", "; copy", "; correct", "not in 0", "known are"))
 
 
+def flipped(file: Path, bit: int = 0, share: float = 0.7) -> None:
+    """Flips one bit of a byte in the middle of the file."""
+    content = bytearray(file.read_bytes())
+    content[4 * int(len(content) * share / 4)] ^= 1 << bit
+    file.write_bytes(content)
+
+
+def unhashed(folder: Path) -> Path:
+    """Makes a checkpoint one of earlier versions."""
+    about = json.loads((folder / "config.json").read_text())
+    del about["sha256"]
+    (folder / "config.json").write_text(json.dumps(about))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["eagle", "small", "medusa"])
+def test_a_flipped_bit_is_refused(name: str, tmp_path: Path) -> None:
+    """Fault: weights that are finite and of the right shape, and not those that were trained."""
+    folder = stored(drafter(name), tmp_path)
+    assert storage.load(folder, tiny.target()).family == name
+    about = json.loads((folder / "config.json").read_text())
+    content = (folder / "model.safetensors").read_bytes()
+    assert about["sha256"]["model.safetensors"] == hashlib.sha256(content).hexdigest()
+    flipped(folder / "model.safetensors")
+    with pytest.raises(UserError, match="model.safetensors: is not what was stored .*copy"):
+        storage.load(folder, tiny.target())
+
+
+SETTINGS = {
+    "flag": ("eagle", ["config", "norm_before_residual"], True),
+    "rope": ("eagle", ["config", "block", "rope_theta"], 20000.0),
+    "taps": ("eagle", ["config", "taps"], [2, 1, 3]),
+    "layers": ("small", ["config", "layers"], [0, 3, 2]),
+    "revision": ("eagle", ["target", "revision"], "another"),
+}
+
+
+@pytest.mark.parametrize("what", SETTINGS)
+def test_a_changed_setting_is_refused(what: str, tmp_path: Path) -> None:
+    """Fault: tensors still fit, and are read as another drafter's."""
+    name, keys, value = SETTINGS[what]
+    folder = stored(drafter(name), tmp_path)
+    about = json.loads((folder / "config.json").read_text())
+    inner = about
+    for key in keys[:-1]:
+        inner = inner[key]
+    assert inner[keys[-1]] != value
+    inner[keys[-1]] = value
+    (folder / "config.json").write_text(json.dumps(about))
+    with pytest.raises(UserError, match="config.json: is not what was stored") as caught:
+        storage.load(folder, tiny.target())
+    assert str(folder / "config.json") in str(caught.value)
+
+
+def test_a_target_may_be_moved(tmp_path: Path) -> None:
+    folder = stored(drafter("eagle"), tmp_path)
+    edit("target", "spec", "/elsewhere")(folder)
+    storage.load(folder, tiny.target())
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["hashed", "earlier"])
+@pytest.mark.parametrize("content", [b"\xff" * 512, b"\x00\x00\x80\x7f"], ids=["NaN", "infinity"])
+def test_weights_are_finite(content: bytes, old: bool, tmp_path: Path) -> None:
+    """0xFF in place of a block of the disk; also where no hash tells of it."""
+    folder = stored(drafter("eagle"), tmp_path)
+    file = folder / "model.safetensors"
+    whole = bytearray(file.read_bytes())
+    start = len(whole) - 4 * 4000  # of its last tensor, which are fp32
+    whole[start : start + len(content)] = content
+    file.write_bytes(whole)
+    if old:
+        unhashed(folder)
+    with pytest.raises(UserError, match="holds NaN or infinities; copy the checkpoint") as caught:
+        storage.load(folder, tiny.target())
+    assert str(caught.value).startswith(str(file))
+
+
+def test_earlier_checkpoints_load_quietly(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = jolt(drafter("eagle"))
+    again = storage.load(unhashed(stored(made, tmp_path)), made.target)
+    assert distance(law_table(made), law_table(again)) == 0
+    assert not caplog.records and capsys.readouterr() == ("", "")
+
+
 def test_a_key_that_older_checkpoints_hold(tmp_path: Path) -> None:
     """Fault: theirs no longer load. Nothing ever read a block's max_positions."""
     made = drafter("eagle")
     path = stored(made, tmp_path) / "config.json"
     about = json.loads(path.read_text())
     about["config"]["block"]["max_positions"] = 512
+    del about["sha256"]
     path.write_text(json.dumps(about))
     assert storage.load(tmp_path, made.target).config == made.config
 

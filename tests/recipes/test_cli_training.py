@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,36 @@ def test_a_damaged_checkpoint_on_resume(
     finally:
         state.write_bytes(content)
     assert checkpoint.steps(folder) == [2]
+
+
+@pytest.mark.parametrize(("family", "more"), [("eagle", {}), ("small", {"lora": 2})])
+def test_a_flipped_bit_on_resume(
+    door: Door, world: World, samples: Path, family: str, more: dict[str, int]
+) -> None:
+    """In weights, adapters, moments or settings: which file, and how the run goes on from the
+    checkpoint before it."""
+    path = world.recipe("flipped", family, steps=4, save_every=2, **more)
+    assert run(door.monkeypatch, "train", path) == 0
+    place = world.folder("flipped") / "checkpoint-4"
+    for name in ("model.safetensors", "state.pt", "config.json"):
+        whole = (place / name).read_bytes()
+        for share in (0.3, 0.6, 0.9):
+            changed = bytearray(whole)
+            if name == "config.json":
+                at = changed.index(b'"num_layers": 4') + len(b'"num_layers": ')
+                changed[at] ^= 1  # 5
+            else:
+                changed[4 * int(len(whole) * share / 4)] ^= 1
+            (place / name).write_bytes(changed)
+            with door.monkeypatch.context() as patch:
+                line = Door(patch, door.capsys).refusal("train", path)
+            assert f"{place / name}: is not what was stored" in line
+            assert f"delete {place}, and the same command goes on" in line
+        (place / name).write_bytes(whole)
+    shutil.rmtree(place)
+    assert run(door.monkeypatch, "train", path) == 0
+    assert checkpoint.steps(place.parent) == [2, 4]
+    shutil.rmtree(place.parent)
 
 
 # ---------------------------------------------------------------- sample

@@ -98,7 +98,8 @@ def test_a_stopped_report_goes_on(
     found = recipe_report.report(wanted)
     assert len(calls) == 5 + 4  # two checkpoints at two samplers were left
     assert found["by_checkpoint"] == report["by_checkpoint"]
-    shutil.copy(here / "checkpoint-4" / "model.safetensors", here / "checkpoint-8")
+    for name in ("model.safetensors", "config.json", "state.pt"):
+        shutil.copy(here / "checkpoint-4" / name, here / "checkpoint-8")
     found = recipe_report.report(wanted)
     assert len(calls) == 9 + 2
     first, second, *_ = found["by_checkpoint"]

@@ -74,6 +74,7 @@ def generated(hf: Any, prompt: list[int], tokens: int) -> float:
 
 
 @torch.inference_mode()
+@narrow.decoding()
 def passes(target: Target, ways: tuple[str, ...], prompt: list[int]) -> dict[str, Any]:
     """Milliseconds of a pass with its head, by way and width; GB/s of reading the weights."""
     slab = target.cache(1, 512, max(WIDTHS))

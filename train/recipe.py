@@ -215,7 +215,9 @@ def find(path: str | Path) -> Path:
     name = str(path).removesuffix(".yaml")
     if name in shipped:
         return Path(str(shipped[name]))
-    raise UserError(f"{path}: no such file, nor a shipped recipe ({', '.join(sorted(shipped))})")
+    near = difflib.get_close_matches(name, shipped) or [n for n in shipped if n.startswith("smol-")]
+    known = ", ".join(sorted(near))
+    raise UserError(f"{path}: no such file, nor one of {len(shipped)} shipped recipes ({known})")
 
 
 def parse(raw: dict[str, Any], source: str) -> Recipe:

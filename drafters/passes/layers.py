@@ -104,8 +104,9 @@ def ready(model: CausalLM, tokenizer: Any, rows: int, widths: Sequence[int]) -> 
             return
         compiled.tried.add(shape)
         try:
-            _add(model, compiled, *shape)
-            gap, bound = _gap(model, compiled, tokenizer, *shape)
+            with narrow.decoding():
+                _add(model, compiled, *shape)
+                gap, bound = _gap(model, compiled, tokenizer, *shape)
         except Exception as error:  # whatever torch's compiler or a family's code raises
             problem = reason(error)
         else:

@@ -7,14 +7,18 @@ takes our kernel wherever no gradient is asked for, and attention over the slab 
 cannot be built: torch's matrix product with the weights on the left, for the shapes and rows for
 which a short measurement finds it faster.
 
-With gradients, other dtypes, other devices and more rows a layer computes what it always did.
+With gradients, outside of `decoding`, in other dtypes, on other devices and for more rows a layer
+computes what it always did: what training reads from a target, replay too, does not depend on
+whether anything was decoded before in the process.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -30,11 +34,28 @@ WIDEST = 32  # rows
 _TOLERANCE = 1e-5  # of the proof's results, which are of size 1
 
 
+_decoding: ContextVar[bool] = ContextVar("decoding", default=False)  # each thread has its own
+
+
+@contextmanager
+def decoding() -> Iterator[None]:
+    """Within it linear layers that `prepare` has seen go the fast way."""
+    token = _decoding.set(True)
+    try:
+        yield
+    finally:
+        _decoding.reset(token)
+
+
+def _plain() -> bool:
+    return torch.is_grad_enabled() or not _decoding.get()
+
+
 class NarrowLinear(nn.Linear):
-    """An nn.Linear by our kernel, where it has no gradient."""
+    """An nn.Linear by our kernel, where it decodes."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
+        if _plain():
             return F.linear(x, self.weight, self.bias)
         return torch.ops.draftsmith.linear.default(x, self.weight, self.bias)
 
@@ -44,7 +65,7 @@ class LeftLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.numel() // self.in_features
-        if torch.is_grad_enabled() or (self.weight.shape, rows) not in _turned:
+        if _plain() or (self.weight.shape, rows) not in _turned:
             return F.linear(x, self.weight, self.bias)
         return left(x, self.weight, self.bias)
 

@@ -113,7 +113,8 @@ class Decoder:
         device = self.target.device
         texts = [Text(list(prompt)) for prompt in prompts]
         cutter = Cutter(self.target, max_new_tokens, stop)
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        with narrow.decoding(), on_device:
             ids = torch.tensor(list(rows or range(len(texts))), device=device)
             rounds = self._rounds(texts, max_new_tokens, sampler, ids, seed)
             self._write(rounds, texts, cutter, progress or (lambda new: None))

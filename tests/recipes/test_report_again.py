@@ -117,7 +117,11 @@ def test_prompts_that_were_trained_on(run: Path, report: dict[str, Any], tmp_pat
     root = run.parents[1]
     target, known = Target.load(str(root / "target")), read_prompts(root / "asked.jsonl")
     by_ids = [Prompt(None, tuple(ids), "x") for ids in encode(known[:3], target)]
-    row = {"prompt_ids": list(by_ids[0].ids or ()), "response_ids": [5, 6], "finish_reason": "stop"}
+    row = {
+        "prompt_ids": list(by_ids[0].ids or ()),
+        "response_ids": [5, 6],
+        "finish_reason": "length",
+    }
     (tmp_path / "answers.jsonl").write_text(json.dumps(row) + "\n")
     place = tmp_path / "imported"
     import_answers(tmp_path / "answers.jsonl", target, Sampler(), place, foreign=True)

@@ -41,7 +41,7 @@ def test_a_linear_layer_is_exact_at_every_number_of_rows(inputs, outputs, bias):
     assert type(linear) is narrow.NarrowLinear
     for rows in range(18):
         x = torch.randn(rows, inputs)
-        with torch.inference_mode():
+        with torch.inference_mode(), narrow.decoding():
             torch.testing.assert_close(linear(x).double(), true(linear, x), atol=1e-5, rtol=1e-5)
 
 
@@ -49,7 +49,7 @@ def test_a_linear_layer_is_exact_at_every_number_of_rows(inputs, outputs, bias):
 def test_leading_dimensions_and_strides_do_not_matter():
     linear = layer(83, 37)
     x = torch.randn(83, 3, 4).permute(2, 1, 0)  # (4, 3, 83), entries far apart
-    with torch.no_grad():
+    with torch.no_grad(), narrow.decoding():
         assert linear(x).shape == (4, 3, 37)
         torch.testing.assert_close(linear(x).double(), true(linear, x), atol=1e-5, rtol=1e-5)
         half = copy.deepcopy(linear).to(torch.bfloat16)
@@ -67,6 +67,18 @@ def test_with_gradients_a_layer_computes_what_torch_does(kind):
     assert torch.equal(ours.weight.grad, plain.weight.grad)
 
 
+@needs_kernels
+def test_nothing_but_decoding_takes_the_kernel():
+    """A target's states for training do not depend on what was decoded before."""
+    plain, x = nn.Linear(576, 192), torch.randn(3, 576)
+    ours = copy.deepcopy(plain)
+    narrow.prepare(ours)
+    with torch.inference_mode():
+        assert torch.equal(ours(x), plain(x))
+        with narrow.decoding():
+            assert not torch.equal(ours(x), plain(x)), "it adds in another order"
+
+
 def test_weights_on_the_left_give_the_same(monkeypatch):
     monkeypatch.setattr(narrow, "problem", lambda: "planted")
     for inputs, outputs in ((83, 37), (64, 256)):
@@ -75,7 +87,7 @@ def test_weights_on_the_left_give_the_same(monkeypatch):
         for rows in range(1, 18):
             monkeypatch.setattr(narrow, "_turned", {(linear.weight.shape, rows)})
             x = torch.randn(1, rows, inputs)
-            with torch.inference_mode():
+            with torch.inference_mode(), narrow.decoding():
                 torch.testing.assert_close(
                     linear(x).double(), true(linear, x), atol=1e-5, rtol=1e-5
                 )
@@ -134,7 +146,7 @@ def test_families_keep_their_logits(family, monkeypatch):
         return plain(*given)
 
     monkeypatch.setattr(narrow, "attend", counting)
-    with torch.inference_mode():
+    with torch.inference_mode(), narrow.decoding():
         gap = selftest.slab_gap(target, reference, Slab(1, selftest.ROOM, target.device))
     assert gap < 1e-4 * reference.abs().max()
     assert attended == 3 * target.num_layers

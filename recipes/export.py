@@ -20,9 +20,8 @@ import typer
 import yaml
 from safetensors import SafetensorError
 
-from draftsmith.drafters import export, foreign, storage
-from draftsmith.drafters.base import Drafter, Unroll
-from draftsmith.drafters.batch import Batch, align, batch_of
+from draftsmith.drafters import export, storage
+from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.errors import UserError, cannot_write
 from draftsmith.drafters.export import Serving
 from draftsmith.drafters.sampling import Sampler
@@ -32,28 +31,13 @@ from draftsmith.eval.evaluate import count_parameters
 from draftsmith.eval.report import report as pages
 from draftsmith.eval.report.provenance import provenance
 from draftsmith.recipes.options import OwnTarget
+from draftsmith.recipes.read_back import ReadBack, read_back
 from draftsmith.train import journal
-from draftsmith.train.data.chat_template import encode
-from draftsmith.train.data.prompts import product_prompts
 
 commands = typer.Typer()
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Largest difference of draft logits that rounding the weights may make, in standard deviations of
-# them. A wrong layer, norm or order of rows makes one of the size of the logits themselves.
-ROUNDING = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.2}
 K = 3  # of a drafter without a run
-DEPTHS, ROWS = 3, 64  # of the draft, and tokens of text, that are read back
-
-
-@dataclass(frozen=True)
-class ReadBack:
-    """Draft logits of the written files against the drafter's: largest difference and the logits'
-    standard deviation, over rows of real text."""
-
-    difference: float
-    spread: float
-    rows: int
 
 
 @commands.command(
@@ -124,8 +108,8 @@ def export_checkpoint(asked: Export) -> tuple[Path, str]:
         shutil.rmtree(scratch, ignore_errors=True)  # of an export that was killed
         scratch.mkdir(parents=True)
         export.write(asked.to, drafter, scratch, serving)
-        read_back = _read_back(target, drafter, scratch, asked.dtype)
-        card = make_card(asked.to, drafter, place, folder, serving, read_back)
+        found = read_back(target, drafter, scratch, serving)
+        card = make_card(asked.to, drafter, place, folder, serving, found)
         write_card(scratch, card)
         os.replace(scratch, folder)
     except (OSError, SafetensorError) as error:
@@ -165,43 +149,11 @@ def _name(place: Path) -> str:
     return real.parent.name if (real.parent / "recipe.yaml").is_file() else real.name
 
 
-@torch.no_grad()
-def _read_back(target: Target, drafter: Drafter, folder: Path, dtype: str) -> ReadBack:
-    """Loads what was written and compares draft logits on held-out prompts.
-
-    Raises UserError where they differ by more than rounding the weights explains.
-    """
-    back = foreign.load(folder, target)
-    ids = max(encode(product_prompts("heldout")[:8], target), key=len)[:ROWS]
-    batch = batch_of([(ids, [True] * len(ids))], Sampler()).to(target.device)
-    taps = list(dict.fromkeys([*drafter.taps, *back.taps]))
-    batch = target.read(batch, taps)
-    ours, theirs = _logits(drafter, batch), _logits(back, batch)
-    if ours.shape != theirs.shape:
-        raise UserError(f"{folder}: read back as another drafter; this is a bug in draftsmith")
-    found = ReadBack(float((ours - theirs).abs().max()), float(ours.std()), len(ours))
-    if not found.difference <= ROUNDING[dtype] * found.spread:
-        raise UserError(
-            f"{folder}: draft logits read back differ by {found.difference:.3g} (they spread by "
-            f"{found.spread:.3g}); this is a bug in draftsmith, or {dtype} is too coarse: export "
-            "as float32"
-        )
-    return found
-
-
-def _logits(drafter: Drafter, batch: Batch) -> torch.Tensor:
-    """Draft logits (M, V) over target ids, of every anchor and depth."""
-    unrolled = drafter.unroll(batch, align(batch, min(DEPTHS, drafter.longest or DEPTHS)))
-    assert isinstance(unrolled, Unroll)
-    rows = drafter.logits(unrolled.hidden, unrolled.prev, unrolled.depth)
-    return drafter.vocab.scatter(rows).float()
-
-
 # ---------------------------------------------------------------- the card
 
 
 def make_card(
-    name: str, drafter: Drafter, place: Path, folder: Path, serving: Serving, read_back: ReadBack
+    name: str, drafter: Drafter, place: Path, folder: Path, serving: Serving, found: ReadBack
 ) -> dict[str, Any]:
     """card.json. place: the checkpoint; folder: the export's, once renamed."""
     chosen, recipe = export.server(name), _recipe(place)
@@ -227,7 +179,7 @@ def make_card(
             "command": chosen.command(drafter, folder, serving),
         },
         "verified": {
-            "read_back": vars(read_back),
+            "read_back": vars(found),
             "layout": "files of this form were run with this version; these were not yet"
             if chosen.run
             else "layout checked against its source, not run",

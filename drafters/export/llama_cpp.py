@@ -62,15 +62,28 @@ def _check_eagle3(drafter: Eagle, serving: Serving) -> None:
 def _check_draft_model(drafter: Small, serving: Serving) -> None:
     layouts.check_draft_model(drafter, NAME)
     config = drafter.lm.config
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    unknown = None if rope == "default" else f"rope type {rope}"
-    if config.model_type not in _DRAFT_MODELS:
-        unknown = f"model type {config.model_type}"
-    if unknown is not None:
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind, share = rope.get("rope_type", "default"), rope.get("partial_rotary_factor") or 1.0
+    act = getattr(config, "hidden_act", "silu")
+    facts = {
+        f"model type {config.model_type}": config.model_type not in _DRAFT_MODELS,
+        f"rope type {kind}": kind != "default",
+        f"partial_rotary_factor {share:g}": share != 1,
+        f"hidden_act {act}": act != "silu",
+        # llama.cpp's Qwen-3 has no place for them.
+        "attention_bias true": config.model_type == "qwen3" and config.attention_bias,
+    }
+    for unknown in (fact for fact, true in facts.items() if true):
         raise UserError(
             f"small: no GGUF of {unknown} is written here; export it --to transformers, and "
             "convert that folder with llama.cpp's convert_hf_to_gguf.py"
         )
+    for window in drafter.lm.windows[:1]:
+        if window < serving.length:
+            raise UserError(
+                f"sliding_window: {window}, and a GGUF of {config.model_type} holds none: serve "
+                f"texts of at most that (--length {window}), or export it --to transformers"
+            )
     _check_tokenizer(drafter, serving)
 
 

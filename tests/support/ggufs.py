@@ -14,9 +14,10 @@ MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("Ġ", "w")]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
 
 
-def tiny_model(seed: int = 0) -> Any:
+def tiny_model(seed: int = 0, **more: Any) -> Any:
+    """more: further settings."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    shape: dict[str, Any] = dict(
         vocab_size=len(vocabulary()),
         hidden_size=32,
         intermediate_size=48,
@@ -31,7 +32,12 @@ def tiny_model(seed: int = 0) -> Any:
         bos_token_id=1,
         eos_token_id=2,
     )
-    return LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(LlamaConfig(**shape | more)).eval()
+    with torch.no_grad():
+        for name, bias in model.named_parameters():
+            if name.endswith(".bias"):
+                bias.normal_(std=0.5)
+    return model
 
 
 def vocabulary() -> list[str]:
@@ -42,11 +48,14 @@ def vocabulary() -> list[str]:
 def rotated(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """The row order in which llama.cpp keeps q and k."""
     rows = weight.shape[0]
-    return weight.view(heads, 2, rows // heads // 2, -1).transpose(1, 2).reshape(rows, -1)
+    halves = weight.view(heads, 2, rows // heads // 2, -1)
+    return halves.transpose(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path: Path, model: Any, **numbers: int) -> Path:
-    """A fp32 GGUF of `model` with the tiny tokenizer; `numbers` are further uint32 fields."""
+def write_gguf(
+    path: Path, model: Any, tensors: dict[str, torch.Tensor] | None = None, **fields: Any
+) -> Path:
+    """A fp32 GGUF of `model` with the tiny tokenizer, further tensors and fields."""
     writer = gguf.GGUFWriter(str(path), "llama")
     c = model.config
     writer.add_name("tiny")
@@ -68,15 +77,19 @@ def write_gguf(path: Path, model: Any, **numbers: int) -> Path:
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(2)
     writer.add_chat_template(TEMPLATE)
-    for key, value in numbers.items():
-        writer.add_uint32(key.replace("__", "."), value)
+    adders = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for key, value in fields.items():
+        adders[type(value)](key.replace("__", "."), value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, c.num_hidden_layers)
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight":  # tied
             continue
         heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(name.split(".")[-2])
         weight = rotated(weight, heads) if heads else weight
-        writer.add_tensor(names.get_name(name, (".weight",)), weight.contiguous().numpy())
+        stored = names.get_name(name, (".weight", ".bias"))
+        writer.add_tensor(stored, weight.contiguous().numpy())
+    for name, tensor in (tensors or {}).items():
+        writer.add_tensor(name, tensor.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -74,8 +74,12 @@ def attended(
 def after_attention(w: Mapping[str, Tensor], c: Mapping[str, Any], middle: Tensor) -> Tensor:
     """The layer's output: its MLP added to what attention left."""
     y = rms(middle, w["post_attention_layernorm.weight"], c["rms_norm_eps"])
-    gate = torch.nn.functional.silu(w["mlp.gate_proj.weight"] @ y)
-    return middle + w["mlp.down_proj.weight"] @ (gate * (w["mlp.up_proj.weight"] @ y))
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return w[f"mlp.{name}_proj.weight"] @ x + w.get(f"mlp.{name}_proj.bias", 0)
+
+    gate = torch.nn.functional.silu(linear("gate", y))
+    return middle + linear("down", gate * linear("up", y))
 
 
 def eagle_outputs(

@@ -8,11 +8,13 @@ from typing import Any, cast
 
 import torch
 import transformers
+from gguf import GGUFReader
 from torch import Tensor, nn
 
 from draftsmith.drafters.base import Drafter, family
 from draftsmith.drafters.errors import LOAD_ERRORS, UserError
 from draftsmith.drafters.parts.layers import SelfAttention
+from draftsmith.drafters.target import gguf_keys
 from draftsmith.drafters.target.causal_lm import CausalLM
 from draftsmith.drafters.target.gguf_source import to_write
 from draftsmith.drafters.target.shell import Shell
@@ -119,8 +121,11 @@ def _config(spec: str) -> tuple[Source, Any]:
         if file is None:
             return source, transformers.AutoConfig.from_pretrained(source.path)
         config = transformers.AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
+        gguf_keys.settle(file, GGUFReader(str(file)), config)
         config.dtype = torch.float32
         return source, config
+    except UserError:
+        raise
     except LOAD_ERRORS as error:
         line = str(error).strip().splitlines()[0]
         raise UserError(f"target {spec}: transformers cannot read its config ({line})") from None

@@ -11,6 +11,7 @@ import yaml
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.passes import layers
 from draftsmith.drafters.target.causal_lm import CausalLM
+from draftsmith.train.data.prompts import plain_yaml
 
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopK = Annotated[int, typer.Option(help="0 switches top-k off.")]
@@ -60,7 +61,7 @@ def key_values(pairs: list[str]) -> dict[str, Any]:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         try:
-            out[key] = yaml.safe_load(value)
+            out[key] = plain_yaml(value)
         except yaml.YAMLError:
             equals = ""
         if not equals or not key.isidentifier():

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from draftsmith.train.data.prompts import Messages, Prompt, Unusable
+from draftsmith.train.data.prompts import NOT_JSON, Messages, Prompt, Unusable
 
 # Columns that ask, by preference; texts before ids, which fit one tokenizer only.
 COLUMNS = (
@@ -29,6 +29,9 @@ _ROLES = {
     "tool": "tool", "function": "tool", "observation": "tool", "ipython": "tool",
     "function_call": "assistant",
 }  # fmt: skip
+# Columns and parts of a message that a target of text is not asked with.
+_MEDIA = ("image", "images", "audio", "audios", "video", "videos")
+_TEXTS = (None, "text", "input_text", "output_text")
 _KEPT = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 
 
@@ -66,6 +69,7 @@ def given_of(row: Mapping[str, Any], column: str, domain: str) -> Prompt:
 def text_of(row: Mapping[str, Any], column: str, domain: str, prefix: int) -> Prompt:
     """A row's text, to be continued from its first `prefix` tokens on. Raises Unusable."""
     text = row.get(column)
+    _check_media(row, column)
     if not isinstance(text, str) or not text.strip():
         raise Unusable(f"{column} holds no text")
     _check_unicode(text)
@@ -91,6 +95,7 @@ def token_ids(value: Any, column: str) -> tuple[int, ...]:
 def _conversation(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
     """A row's messages; between turns of the user alone, the answers are missing."""
     value = row.get(column)
+    _check_media(row, column)
     value = _unpacked(value) if column in _LISTS or isinstance(value, Mapping) else value
     if isinstance(value, str):
         messages = [*_history(row), {"role": "user", "content": _instruction(row, column, value)}]
@@ -113,12 +118,21 @@ def _conversation(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
     return messages
 
 
+def _check_media(row: Mapping[str, Any], column: str) -> None:
+    """Raises Unusable for a row that shows or plays something beside its text."""
+    for name in _MEDIA:
+        value = row.get(name)
+        shown = value if isinstance(value, list | tuple) else [value]
+        if name != column and any(each not in (None, "") for each in shown):
+            raise Unusable("pictures, audio or video beside the text", f"column {name}")
+
+
 def _unpacked(value: Any) -> Any:
     """Lists that were stored as JSON text, or by `datasets` as an object of lists, as lists."""
     if isinstance(value, str) and value.lstrip()[:2] in ("[{", '["'):
         try:
             value = json.loads(value)
-        except ValueError:
+        except NOT_JSON:
             return value  # a text that begins like one
     if isinstance(value, Mapping) and value and all(isinstance(v, list) for v in value.values()):
         return [dict(zip(value, each, strict=False)) for each in zip(*value.values(), strict=False)]
@@ -155,30 +169,67 @@ def _message(raw: Mapping[str, Any]) -> dict[str, Any]:
     out |= {key: raw[key] for key in _KEPT if raw.get(key) is not None}
     if named == "function_call":
         out |= {"content": None, "tool_calls": [_call(content)]}
-    elif out.get("tool_calls"):
-        out["tool_calls"] = [_call(call) for call in out["tool_calls"]]
-    return out
+    elif "tool_calls" in out:
+        out["tool_calls"] = [_call(call) for call in _calls(out["tool_calls"])]
+        if not out["tool_calls"]:
+            del out["tool_calls"]
+    return _plain(out)
+
+
+def _plain(value: Any) -> Any:
+    """Values that a template writes as text, as text: dates, decimals and the like."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value if value is None or isinstance(value, str | bool | int | float) else str(value)
 
 
 def _part(part: Any) -> str:
     text = part.get("text") if isinstance(part, Mapping) else part
-    if not isinstance(text, str):
+    known = not isinstance(part, Mapping) or part.get("type") in _TEXTS
+    if not known or not isinstance(text, str):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         raise Unusable("content that is not text", str(kind))
     return text
 
 
+def _calls(value: Any) -> list[Any]:
+    """A message's tool calls: a list, one of them alone, or either as JSON text."""
+    if isinstance(value, str):
+        value = _from_json(value, "tool_calls that are no JSON")
+    value = [value] if isinstance(value, Mapping) else value
+    if value is not None and not isinstance(value, list | tuple):
+        raise Unusable("tool_calls that are no list of objects", type(value).__name__)
+    return list(value or ())
+
+
 def _call(call: Any) -> dict[str, Any]:
-    """A tool call with its arguments as an object: OpenAI's text would be escaped once more."""
-    try:
-        call = json.loads(call) if isinstance(call, str) else dict(call)
-        function = call.get("function") or call
-        name, arguments = function["name"], function["arguments"]
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise Unusable("a tool call that is no {name, arguments}") from None
-    out = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    """A tool call with its arguments as an object: OpenAI's text would be escaped once more.
+
+    No arguments (absent, null, empty text) are {}.
+    """
+    call = _from_json(call, "a tool call that is no JSON") if isinstance(call, str) else call
+    function = (call.get("function") or call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise Unusable("a tool call that is no {name, arguments}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _from_json(arguments or "null", "arguments of a tool call that are no JSON")
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, Mapping):
+        kind = type(arguments).__name__
+        raise Unusable("arguments of a tool call that are no object", kind)
+    out = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return out | ({"id": call["id"]} if call.get("id") else {})
+
+
+def _from_json(text: str, problem: str) -> Any:
+    """A structure that stands as text; nothing but space is null. Raises Unusable."""
+    try:
+        return json.loads(text) if text.strip() else None
+    except NOT_JSON as error:
+        raise Unusable(problem, str(error)[:80]) from None
 
 
 def _steps(messages: list[dict[str, Any]]) -> tuple[Messages, ...]:
@@ -229,12 +280,11 @@ def _check_unicode(text: str) -> None:
 def _template(row: Mapping[str, Any]) -> dict[str, Any]:
     """What a row gives the chat template besides its messages."""
     tools, settings = row.get("tools"), row.get("chat_template_kwargs")
-    if isinstance(tools, str) and tools.strip():
-        try:
-            tools = json.loads(tools)
-        except ValueError:
-            raise Unusable("tools that are no list of objects") from None
+    if isinstance(tools, str):
+        tools = _from_json(tools, "tools that are no list of objects")
+    if isinstance(settings, str):
+        settings = _from_json(settings, "chat_template_kwargs that are no object")
     if tools and not (isinstance(tools, list) and all(isinstance(t, Mapping) for t in tools)):
         raise Unusable("tools that are no list of objects")
-    out = dict(settings) if isinstance(settings, Mapping) else {}
-    return out | ({"tools": [dict(t) for t in tools]} if tools else {})
+    out = _plain(settings) if isinstance(settings, Mapping) else {}
+    return out | ({"tools": _plain(tools)} if tools else {})

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from draftsmith.drafters.errors import UserError, said
+from draftsmith.train.data.prompts import NOT_JSON
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt", ".parquet")
 BROKEN = (OSError, ValueError, KeyError, TypeError)  # what datasets and pyarrow raise on bad files
@@ -98,7 +99,7 @@ def _json(path: Path) -> Iterator[Row]:
 def _is_json(line: bytes) -> bool:
     try:
         json.loads(line)
-    except ValueError:
+    except NOT_JSON:
         return False
     return True
 
@@ -111,6 +112,8 @@ def _object(line: bytes) -> dict[str, Any] | Fault:
         return Fault("not UTF-8 text")
     except json.JSONDecodeError as error:
         return Fault(f"not JSON ({error.msg} at column {error.colno})")
+    except NOT_JSON as error:
+        return Fault(f"not JSON that can be read ({error})")
 
 
 def _row(value: Any) -> dict[str, Any] | Fault:
@@ -139,6 +142,9 @@ def _array(content: bytes) -> Iterator[Row]:
         except json.JSONDecodeError as error:
             yield f"row {count}", Fault(f"not JSON ({error.msg} at line {error.lineno})")
             return
+        except NOT_JSON as error:
+            yield f"row {count}", Fault(f"not JSON that can be read ({error})")
+            return
         yield f"row {count}", _row(value)
         pos = _skip(text, pos)
         if text[pos : pos + 1] != ",":
@@ -163,6 +169,9 @@ def _around(text: str) -> Iterator[Row]:
         whole = json.loads(text)
     except json.JSONDecodeError as error:
         yield f"line {error.lineno}", Fault(f"not JSON ({error.msg})")
+        return
+    except NOT_JSON as error:
+        yield "file", Fault(f"not JSON that can be read ({error})")
         return
     lists = [v for v in whole.values() if isinstance(v, list) and v and isinstance(v[0], dict)]
     messages = lists and {"role", "from"} & lists[0][0].keys()

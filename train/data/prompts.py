@@ -14,6 +14,11 @@ HELDOUT_EVERY = 8
 
 Messages = tuple[dict[str, Any], ...]
 
+NOT_JSON = (
+    ValueError,
+    RecursionError,
+)  # what json.loads raises: a number too long, nesting too deep
+
 
 class Unusable(Exception):
     """A row or prompt that cannot be asked. reason is what is counted; detail is the first's."""
@@ -86,6 +91,19 @@ class Prompt:
             text = self.messages[-1]["content"]
         line = " ".join(text.split())
         return repr(line if len(line) <= 40 else line[:37] + "...")
+
+
+def plain_yaml(text: str) -> Any:
+    """YAML in which a date stays the text that it was written as: templates write it so."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        yaml_implicit_resolvers = {
+            first: [(tag, form) for tag, form in known if not tag.endswith(":timestamp")]
+            for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
+    return yaml.load(text, Loader=Loader)
 
 
 def asked(text: str, domain: str) -> Prompt:

@@ -39,7 +39,7 @@ from draftsmith.drafters.errors import UserError, said
 from draftsmith.drafters.target.source import HUB_ID, HUB_TIMEOUT
 from draftsmith.train.data.columns import find_column, given_of, prompt_of, text_of
 from draftsmith.train.data.files import BROKEN, SUFFIXES, Fault, Row, library, read_rows, suffix
-from draftsmith.train.data.prompts import Prompt, Skips, Unusable, product_prompts
+from draftsmith.train.data.prompts import Prompt, Skips, Unusable, plain_yaml, product_prompts
 
 log = logging.getLogger(__name__)
 
@@ -300,7 +300,7 @@ def _mix(path: Path, reading: Reading, say: Say | None) -> list[Prompt]:
 
 def _parse(path: Path) -> list[MixPart]:
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+        raw = plain_yaml(path.read_text(encoding="utf-8-sig"))
         parts = TypeAdapter(list[MixPart]).validate_python(raw)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         line = " ".join(str(error).split())

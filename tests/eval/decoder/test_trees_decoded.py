@@ -147,8 +147,7 @@ RIGHT = accept.without_replacement
 
 
 def test_a_wrong_rule_bends_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above has teeth; twice its rows, so that any drafter's weights show it."""
-    monkeypatch.setattr(decoding, "ROWS", 2 * decoding.ROWS)
+    """The test above has teeth at the same number of rows."""
     monkeypatch.setattr(accept, "without_replacement", judged_by_the_first_law)
     assert p_value(TWO, PLAIN, monkeypatch) < 1e-6
 

@@ -83,7 +83,7 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """A prepared layer's: by compiled code where there is some for this call."""
     compiled, index = self._compiled
     step = active_step()
-    if compiled.on and step and isinstance(step.slab, Slab) and not torch.is_grad_enabled():
+    if compiled.on and step and isinstance(step.slab, Slab) and narrow.fast():
         held = step.slab.held(index)
         if held is not None:
             tensors, how = compiling.flat(args, kwargs)

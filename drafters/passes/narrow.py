@@ -39,7 +39,7 @@ _decoding: ContextVar[bool] = ContextVar("decoding", default=False)  # each thre
 
 @contextmanager
 def decoding() -> Iterator[None]:
-    """Within it linear layers that `prepare` has seen go the fast way."""
+    """Within it layers that `prepare` has seen, compiled layers and attention go the fast way."""
     token = _decoding.set(True)
     try:
         yield
@@ -47,15 +47,16 @@ def decoding() -> Iterator[None]:
         _decoding.reset(token)
 
 
-def _plain() -> bool:
-    return torch.is_grad_enabled() or not _decoding.get()
+def fast() -> bool:
+    """Whether what decodes is running: nothing else leaves the way that it always went."""
+    return _decoding.get() and not torch.is_grad_enabled()
 
 
 class NarrowLinear(nn.Linear):
     """An nn.Linear by our kernel, where it decodes."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if _plain():
+        if not fast():
             return F.linear(x, self.weight, self.bias)
         return torch.ops.draftsmith.linear.default(x, self.weight, self.bias)
 
@@ -65,7 +66,7 @@ class LeftLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.numel() // self.in_features
-        if _plain() or (self.weight.shape, rows) not in _turned:
+        if not fast() or (self.weight.shape, rows) not in _turned:
             return F.linear(x, self.weight, self.bias)
         return left(x, self.weight, self.bias)
 
@@ -92,7 +93,7 @@ def attends(query: Tensor) -> bool:
         and query.shape[2] <= WIDEST
         and query.dtype == torch.float32
         and query.device.type == "cpu"
-        and not torch.is_grad_enabled()
+        and fast()
     )
 
 

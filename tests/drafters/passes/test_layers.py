@@ -82,7 +82,7 @@ def test_families_keep_their_logits(family: str, traced: list[Path]) -> None:
     assert compiled is not None and compiled.codes
     assert len(traced) == 2 * len(set(compiled.kinds))  # one token, and more
     calls = counting(compiled)
-    with torch.inference_mode():
+    with torch.inference_mode(), narrow.decoding():
         gap = selftest.slab_gap(target, reference, Slab(1, selftest.ROOM, target.device))
     assert gap < 1e-4 * reference.abs().max()
     assert calls[0] == 2 * target.num_layers  # the tree, and the token after it
@@ -158,7 +158,7 @@ def test_wrong_code_is_refused_in_one_line(
     assert "LlamaForCausalLM: layers are not compiled (their logits differ by" in line
     compiled = layers.find(target)
     assert compiled is not None and not compiled.codes
-    with torch.inference_mode():
+    with torch.inference_mode(), narrow.decoding():
         gap = selftest.slab_gap(target, reference, Slab(1, selftest.ROOM, target.device))
     assert gap < 1e-3
 
@@ -173,7 +173,7 @@ def test_a_family_that_cannot_be_traced_falls_back(
         layers.ready(target, target.tokenizer, 1, [5])
     lines = [r.getMessage() for r in caplog.records if r.name.startswith("draftsmith")]
     assert len(lines) == 1 and "layers are not compiled" in lines[0] and "\n" not in lines[0]
-    with torch.inference_mode():
+    with torch.inference_mode(), narrow.decoding():
         gap = selftest.slab_gap(target, reference, Slab(1, selftest.ROOM, target.device))
     assert gap < 1e-3
 
@@ -218,7 +218,7 @@ def test_compiled_code_is_exact_and_found_again(
         compiled = layers.find(target)
         assert not [r for r in caplog.records if r.name.startswith("draftsmith")]
         assert compiled is not None and len(compiled.codes) == 2
-        with torch.inference_mode():
+        with torch.inference_mode(), narrow.decoding():
             gap = selftest.slab_gap(target, reference, Slab(1, selftest.ROOM, target.device))
         assert gap < 1e-4 * reference.abs().max()
         if not again:

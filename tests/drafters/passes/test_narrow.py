@@ -77,6 +77,8 @@ def test_nothing_but_decoding_takes_the_kernel():
         assert torch.equal(ours(x), plain(x))
         with narrow.decoding():
             assert not torch.equal(ours(x), plain(x)), "it adds in another order"
+            assert narrow.attends(torch.randn(1, 4, 3, 8))
+        assert not narrow.attends(torch.randn(1, 4, 3, 8)), "nor does attention over a slab"
 
 
 def test_weights_on_the_left_give_the_same(monkeypatch):

@@ -39,16 +39,24 @@ def save(drafter: Drafter, folder: Path, weights: dict[str, Tensor] | None = Non
         "config": drafter.config.stored(),
         "target": drafter.target.identity(),
     }
-    write(folder, config, drafter.weights() if weights is None else weights)
+    _write_weights(folder, drafter.weights() if weights is None else weights)
     files = [p for p in sorted(folder.iterdir()) if p.is_file() and p.name != CONFIG]
     hashes = {CONFIG: _hash_of(config)} | {p.name: _file_hash(p) for p in files}
-    (folder / CONFIG).write_text(json.dumps(config | {"sha256": hashes}, indent=1) + "\n")
+    _write_config(folder, config | {"sha256": hashes})
 
 
 def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """config.json and model.safetensors, which is how servers but llama.cpp read heads too."""
+    _write_weights(folder, tensors)
+    _write_config(folder, config)
+
+
+def _write_weights(folder: Path, tensors: dict[str, Tensor]) -> None:
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(whole, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def _write_config(folder: Path, config: dict[str, Any]) -> None:
     (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
 
 

@@ -7,6 +7,7 @@ config where there is none). A fine-tuned model often names its new end in one o
 from __future__ import annotations
 
 import logging
+from collections.abc import Container, Sequence
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -42,3 +43,8 @@ def _ids(value: Any) -> list[int]:
     """eos_token_id as files have it: None, a number, a list of them."""
     given = value if isinstance(value, (list, tuple)) else [value]
     return [int(i) for i in given if isinstance(i, int) and not isinstance(i, bool)]
+
+
+def to_the_end(tokens: Sequence[int], ends: Container[int]) -> int | None:
+    """How many tokens a text has, of which the first end token is the last; None: none ends it."""
+    return next((i + 1 for i, token in enumerate(tokens) if token in ends), None)

@@ -26,6 +26,7 @@ from typing import Any
 
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler
+from draftsmith.drafters.target.ends import to_the_end
 from draftsmith.drafters.target.target import Target
 from draftsmith.eval.servers.http import Away, Failed, Refused, fetch
 from draftsmith.train.data.prompts import Unusable
@@ -212,7 +213,7 @@ class Endpoint:
         if ids is None:
             ids = self._encoded_again(reply, finish)
         ends = self.target.eos_ids
-        if stop := next((i + 1 for i, token in enumerate(ids) if token in ends), None):
+        if stop := to_the_end(ids, ends):
             ids, finish = ids[:stop], "stop"  # its tokens say so; what follows is another text's
         elif finish == "stop":
             # A server that leaves the end token out: with one end token, it is no guess.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from draftsmith.drafters.errors import UserError
+from draftsmith.drafters.target.ends import to_the_end
 from draftsmith.drafters.target.shell import Shell
 from draftsmith.train.data.chat_template import encoded, misfit, rendered
 from draftsmith.train.data.prompts import Messages, Prompt, Skips, Unusable
@@ -79,7 +80,7 @@ def _tagged(prompt: Prompt, target: Shell, answers: list[dict[str, Any]]) -> Mas
         raise Unusable("generation tags that do not mark every answer once", detail)
     for start, message in zip(starts, answers, strict=True):
         end = next((i for i in range(start, len(made)) if not made[i]), len(made))
-        stop = next((i + 1 for i in range(start, end) if ids[i] in target.eos_ids), end)
+        stop = start + (to_the_end(ids[start:end], target.eos_ids) or end - start)
         if not target.tokenizer.decode(ids[stop:end]).strip():
             # Many tags take in the line break after the end token, which no target draws.
             made[stop:end] = [False] * (end - stop)
@@ -100,10 +101,10 @@ def _by_prefix(
         ids = encoded(target, rendered(target, prompt, messages[: i + 1], ask=False))
         if ids[: len(before)] != before:
             raise Unusable("answers that the template writes apart from its generation prompt")
-        ends = [t for t in range(len(before), len(ids)) if ids[t] in target.eos_ids]
-        if not ends:
+        length = to_the_end(ids[len(before) :], target.eos_ids)
+        if length is None:
             raise Unusable("answers that the template closes with no end token of the target")
-        stop = ends[0] + 1
+        stop = len(before) + length
         _same(target, ids[len(before) : stop], messages[i])
         together &= whole[: len(ids)] == ids
         one[len(before) : stop] = [True] * (stop - len(before))

@@ -9,6 +9,7 @@ from typing import Any
 
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.sampling import Sampler, not_applied
+from draftsmith.drafters.target.ends import to_the_end
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.data.columns import token_ids
 from draftsmith.train.data.files import Fault, read_rows
@@ -118,7 +119,7 @@ def _imported(row: dict[str, Any], target: Target, domain: str) -> dict[str, Any
         raise Unusable('finish_reason is no text (write "stop" or "length")')
     if beyond := not_applied(row):
         raise Unusable(f"drawn with {beyond}, which changes the target's law")
-    stop = next((i + 1 for i, token in enumerate(answer) if token in target.eos_ids), None)
+    stop = to_the_end(answer, target.eos_ids)
     if stop is None and finish == "stop":
         raise Unusable(
             f'finish_reason is "stop", and response_ids hold none of the end tokens '

@@ -32,7 +32,9 @@ def settle(file: Path, reader: GGUFReader, config: Any) -> None:
     text = config.get_text_config()
     arch = reader.fields["general.architecture"].contents()
     start = f"{arch}."
-    keys = {k.removeprefix(start): f.contents() for k, f in reader.fields.items() if start in k}
+    keys = {
+        k.removeprefix(start): f.contents() for k, f in reader.fields.items() if k.startswith(start)
+    }
     if not arch.startswith("gemma"):  # theirs differ by the kind of layer, and are mapped
         _settle_heads(file, keys, text)
     for name, end in _BIASES.items():
@@ -148,7 +150,7 @@ def check_read(file: Path, reader: GGUFReader, hf: Any) -> None:
     if sum(stored.values()) == sum(held.values()):
         return
     arch = reader.fields["general.architecture"].contents()
-    known = {name: a for a, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
+    known = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(known, hf.config.get_text_config().num_hidden_layers)
     read = {names.get_name(n, (".weight", ".bias")) for n in hf.state_dict()}
     first = next(iter(sorted(stored.keys() - read)), "")

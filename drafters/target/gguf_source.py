@@ -169,14 +169,15 @@ def _convert(spec: str, file: Path, out: Path, fields: dict[str, int], body: boo
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
         read, config = file, AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
-        settle(file, GGUFReader(str(file)), config)
+        reader = GGUFReader(str(file))
+        settle(file, reader, config)
         if not body:
             read = _without_layers(file, out / "shell.gguf")
         model, info = AutoModelForCausalLM.from_pretrained(
             str(read.parent), gguf_file=read.name, output_loading_info=True,
             config=config if body else cut(config, []), **how,
         )  # fmt: skip
-        check_read(file, GGUFReader(str(read)), model)
+        check_read(file, reader if body else GGUFReader(str(read)), model)
         if not body:
             model.config = config
             read.unlink()

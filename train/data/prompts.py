@@ -14,10 +14,8 @@ HELDOUT_EVERY = 8
 
 Messages = tuple[dict[str, Any], ...]
 
-NOT_JSON = (
-    ValueError,
-    RecursionError,
-)  # what json.loads raises: a number too long, nesting too deep
+# What json.loads raises, for numbers of too many digits and for nesting too deep as well.
+NOT_JSON = (ValueError, RecursionError)
 
 
 class Unusable(Exception):

@@ -12,19 +12,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from draftsmith.drafters import storage
 from draftsmith.drafters.dflash import DFlash, DFlashConfig
 from draftsmith.drafters.dspark import DSpark, DSparkConfig
 from draftsmith.drafters.errors import UserError, naming
 from draftsmith.drafters.foreign.eagle import (
     check_vocabulary,
-    draft_ids,
     eagle_config,
+    filled,
     in_layer,
     llama_block,
     own_tensors,
+    vocabulary,
 )
 from draftsmith.drafters.foreign.files import StoredConfig, Tensors
 from draftsmith.drafters.peagle import PEagle, PEagleConfig
@@ -45,17 +43,14 @@ def read(folder: Path, settings: dict[str, Any], target: Shell) -> DFlash:
     tensors = Tensors(folder)
     tensors.rename("model.", "")
     size = flags.get("draft_vocab_size") or target.vocab_size
-    ids = draft_ids(tensors, size, target.vocab_size)
-    own = "lm_head.weight" in tensors.left
-    if not own and size != target.vocab_size:
-        tensors.take("lm_head.weight")  # says that it is missing
+    ids, whose = vocabulary(tensors, size, target.vocab_size)
     known: dict[str, Any] = {
         "taps": _layers(flags),
         "layers": shape["num_hidden_layers"],
         "block_size": flags["block_size"],
         "mask_token": flags["mask_token_id"],
         "draft_vocab": size,
-        "head": "own" if own else "target",
+        "head": whose,
         "block": llama_block(path, shape, shape["num_hidden_layers"]).model_copy(
             update={"qk_norm": True}
         ),
@@ -70,7 +65,7 @@ def read(folder: Path, settings: dict[str, Any], target: Shell) -> DFlash:
     for name, weight in drafter.weights().items():
         if name.startswith("confidence_head."):  # some are trained without: half, at every depth
             tensors.left.setdefault(name, weight)
-    return _filled(drafter, tensors, own_tensors(tensors, drafter, str), ids)
+    return filled(drafter, tensors, own_tensors(tensors, drafter, str), ids)
 
 
 def read_peagle(folder: Path, settings: dict[str, Any], target: Shell) -> PEagle:
@@ -85,7 +80,7 @@ def read_peagle(folder: Path, settings: dict[str, Any], target: Shell) -> PEagle
     tensors.take_embeddings(target)
     width = drafter.mask_hidden.numel()
     tensors.left["mask_hidden"] = tensors.take("mask_hidden", 1, 1, width).flatten()
-    return _filled(drafter, tensors, own_tensors(tensors, drafter, _of_peagle), ids)
+    return filled(drafter, tensors, own_tensors(tensors, drafter, _of_peagle), ids)
 
 
 def _of_peagle(name: str) -> str:
@@ -95,14 +90,6 @@ def _of_peagle(name: str) -> str:
         return in_layer(name)
     number, _, rest = rest.partition(".")
     return f"layers.{int(number) + 1}.{rest}"
-
-
-def _filled(drafter: Any, tensors: Tensors, stored: dict[str, Tensor], ids: Tensor | None) -> Any:
-    if ids is not None:
-        stored["draft_ids"] = ids
-    tensors.done()
-    storage.fill(drafter, stored, tensors.path)
-    return drafter
 
 
 def _check_slots(path: Path, first: bool, spark: bool) -> None:

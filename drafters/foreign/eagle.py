@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from draftsmith.drafters.parts.layers import BlockConfig
 from draftsmith.drafters.target.shell import Shell
 from draftsmith.drafters.vocab import VocabMap
 
+D = TypeVar("D", bound=Drafter)
 # What stands in the decoder layer, and not around it.
 _LAYER = ("input_layernorm.", "hidden_norm.", "self_attn.", "post_attention_layernorm.", "mlp.")
 
@@ -40,7 +41,12 @@ def read_eagle3(folder: Path, settings: dict[str, Any], target: Shell) -> Eagle:
     with naming(path):
         drafter = Eagle(target, EagleConfig(**known))
     tensors.take_embeddings(target)
-    stored = own_tensors(tensors, drafter)
+    return filled(drafter, tensors, own_tensors(tensors, drafter), ids)
+
+
+def filled(drafter: D, tensors: Tensors, stored: dict[str, Tensor], ids: Tensor | None) -> D:
+    """The drafter with what was stored, its draft ids among it. Raises UserError for tensors that
+    are left over."""
     if ids is not None:
         stored["draft_ids"] = ids
     tensors.done()
@@ -66,10 +72,7 @@ def eagle_config(
     tensors.rename("model.", "")
     tensors.rename("midlayer.", "layers.0.")
     size = settings.get("draft_vocab_size") or target.vocab_size
-    ids = draft_ids(tensors, size, target.vocab_size)
-    own = "lm_head.weight" in tensors.left
-    if not own and size != target.vocab_size:
-        tensors.take("lm_head.weight")  # says that it is missing
+    ids, whose = vocabulary(tensors, size, target.vocab_size)
     normed = bool(flags.get("fc_norm") or flags.get("use_aux_norm"))
     if normed:
         for old, new in zip(("low", "mid", "high"), "012", strict=True):
@@ -77,7 +80,7 @@ def eagle_config(
     return {
         "taps": list(_taps(path, settings, shape, target)),
         "draft_vocab": size,
-        "head": "own" if own else "target",
+        "head": whose,
         # The two layouts' defaults in vLLM, llama_eagle3.py and configs/speculators/algos.py.
         "norm_before_residual": settings.get("norm_before_residual", speculators),
         "norm_before_fc": bool(flags.get("norm_before_fc")),
@@ -159,8 +162,16 @@ def _taps(path: Path, settings: dict[str, Any], shape: dict[str, Any], target: S
     return taps
 
 
-def draft_ids(tensors: Tensors, size: int, full: int) -> Tensor | None:
-    """Target ids (Vd,) of the draft ids; None where they are the same."""
+def vocabulary(tensors: Tensors, size: int, full: int) -> tuple[Tensor | None, str]:
+    """Target ids (Vd,) of the draft ids, None where they are the same; whose lm_head it reads."""
+    ids = _draft_ids(tensors, size, full)
+    own = "lm_head.weight" in tensors.left
+    if not own and size != full:
+        tensors.take("lm_head.weight")  # says that it is missing
+    return ids, "own" if own else "target"
+
+
+def _draft_ids(tensors: Tensors, size: int, full: int) -> Tensor | None:
     if size == full:
         for name in ("d2t", "t2d"):  # all zero, all true: some write them nonetheless
             if name in tensors.left and tensors.take(name, full).bool().any() != (name == "t2d"):

@@ -16,7 +16,6 @@ the slot rule of drafters/dspark.py.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, cast
 
@@ -30,7 +29,7 @@ from draftsmith.drafters.grow import Proposal, from_states, grow
 from draftsmith.drafters.parts.block_attention import context_and_block
 from draftsmith.drafters.parts.layers import Block, BlockConfig, Layer, RMSNorm, init_weights
 from draftsmith.drafters.parts.mask_token import MaskToken, mask_token
-from draftsmith.drafters.parts.reduced_vocab import DraftVocab, ReducedVocab, draft_size
+from draftsmith.drafters.parts.reduced_vocab import DraftVocab, OneHead, draft_size
 from draftsmith.drafters.policy import Policy
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.target.causal_lm import Tap
@@ -60,7 +59,7 @@ class BlockState(DrafterState):
 
 
 @register
-class DFlash(ReducedVocab[BlockState]):
+class DFlash(OneHead[BlockState]):
     """See the module's docstring. first: the slot that drafts depth 0."""
 
     family = "dflash"
@@ -74,9 +73,7 @@ class DFlash(ReducedVocab[BlockState]):
         """Raises UserError for taps outside the target's layers, a mask token or a draft vocabulary
         that the target lacks, and a block of another width than the target's or with a gate."""
         taps: list[Tap] = list(config.taps or even_taps(target.num_layers, config.layers))
-        widths = [target.width(tap) for tap in taps]
-        if len(set(taps)) != len(taps):
-            raise UserError(f"taps: {taps} names a layer twice")
+        widths = target.widths(taps)
         shape = config.block or BlockConfig.like(target.config).model_copy(update={"qk_norm": True})
         block = BlockConfig.fitting(shape, target)
         size, mask = draft_size(config.draft_vocab, target), mask_token(config.mask_token, target)
@@ -89,17 +86,11 @@ class DFlash(ReducedVocab[BlockState]):
         self.layers = nn.ModuleList(Layer(block) for _ in range(config.layers))
         self.norm = RMSNorm(H, eps)
         init_weights(self)
-        self.lm_head: nn.Linear | None = None
-        if config.head == "own":
-            self.lm_head = nn.Linear(H, size, bias=False)
-        self.keep(size)
+        self.add_head(config.head, H, size)
 
     @property
     def stack(self) -> list[Layer]:
         return cast("list[Layer]", list(self.layers))
-
-    def own_heads(self) -> Iterable[nn.Module]:
-        return () if self.lm_head is None else (self.lm_head,)
 
     def context(self, features: dict[str, Tensor]) -> Tensor:
         """c (B, T, H) of target features {tap: (B, T, H)}."""
@@ -136,8 +127,7 @@ class DFlash(ReducedVocab[BlockState]):
         return Unroll.of_states(x.unflatten(1, split)[:, :, self.first :], alignment, batch)
 
     def logits(self, hidden: Tensor, prev: Tensor, depth: Tensor) -> Tensor:
-        normed = self.norm(hidden)
-        return self.by_target_rows(normed) if self.lm_head is None else self.lm_head(normed)
+        return self.unembed(self.norm(hidden))
 
     def start(self, rows: int, capacity: int) -> BlockState:
         return BlockState(Slab(rows, capacity, self.fc.weight.device))

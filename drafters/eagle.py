@@ -13,7 +13,6 @@ another thing under `norm_output`: its state stays un-normed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -23,7 +22,7 @@ from draftsmith.drafters.base import DrafterConfig, entry, register
 from draftsmith.drafters.errors import UserError
 from draftsmith.drafters.parts.layers import Block, BlockConfig, RMSNorm, init_weights
 from draftsmith.drafters.parts.one_layer import OneLayer, OneLayerState
-from draftsmith.drafters.parts.reduced_vocab import DraftVocab, ReducedVocab, draft_size
+from draftsmith.drafters.parts.reduced_vocab import DraftVocab, OneHead, draft_size
 from draftsmith.drafters.target.causal_lm import Tap
 from draftsmith.drafters.target.shell import Shell
 
@@ -46,7 +45,7 @@ class EagleConfig(DrafterConfig):
 
 
 @register
-class Eagle(ReducedVocab[OneLayerState], OneLayer):
+class Eagle(OneHead[OneLayerState], OneLayer):
     """See the module's docstring."""
 
     family = "eagle"
@@ -63,9 +62,7 @@ class Eagle(ReducedVocab[OneLayerState], OneLayer):
                 "the layers to tap"
             )
         taps: list[Tap] = list(config.taps or [2, layers // 2, layers - 3])
-        widths = [target.width(tap) for tap in taps]
-        if len(set(taps)) != len(taps):
-            raise UserError(f"taps: {taps} names a layer twice")
+        widths = target.widths(taps)
         block = BlockConfig.fitting(config.block, target)
         size = draft_size(config.draft_vocab, target)
         config = config.model_copy(update={"taps": taps, "block": block, "draft_vocab": size})
@@ -81,13 +78,7 @@ class Eagle(ReducedVocab[OneLayerState], OneLayer):
         self.add_layer(block, 2 * H)
         self.norm = RMSNorm(H, eps)
         init_weights(self)
-        self.lm_head: nn.Linear | None = None
-        if config.head == "own":
-            self.lm_head = nn.Linear(H, size, bias=False)
-        self.keep(size)
-
-    def own_heads(self) -> Iterable[nn.Module]:
-        return () if self.lm_head is None else (self.lm_head,)
+        self.add_head(config.head, H, size)
 
     def fuse(self, features: dict[str, Tensor]) -> Tensor:
         parts = [features[str(tap)].to(self.fc.weight.dtype) for tap in self.taps]
@@ -109,7 +100,4 @@ class Eagle(ReducedVocab[OneLayerState], OneLayer):
         return self.norm(output) if self.config.norm_output else output
 
     def logits(self, hidden: Tensor, prev: Tensor, depth: Tensor) -> Tensor:
-        normed = self.norm(hidden)
-        if self.lm_head is not None:
-            return self.lm_head(normed)
-        return self.by_target_rows(normed)
+        return self.unembed(self.norm(hidden))

@@ -48,6 +48,7 @@ from draftsmith.drafters.parts.layers import (
     BlockConfig,
     RMSNorm,
     SelfAttention,
+    after_attention,
     init_weights,
 )
 from draftsmith.drafters.parts.one_layer import OneLayer, OneLayerState, last_state
@@ -95,8 +96,7 @@ class MtpModule(nn.Module):
         """The normed state (B, T, H)."""
         gated = self.self_attn.g_proj is not None
         read = self.input_layernorm(residual) if gated else None
-        hidden = residual + self.self_attn.output(mixed, read)
-        return self.norm(hidden + self.mlp(self.post_attention_layernorm(hidden)))
+        return self.norm(after_attention(self, residual, mixed, read))
 
 
 @register

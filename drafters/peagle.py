@@ -65,8 +65,7 @@ class PEagle(Eagle):
 
     def masks(self, position: Tensor) -> Read:
         """Of the first layer, for masks at position (B, n)."""
-        widths = [self.target.width(tap) for tap in self.taps]
-        parts = self.mask_hidden.view(1, 1, -1).split(widths, dim=-1)
+        parts = self.mask_hidden.view(1, 1, -1).split(self.target.widths(self.taps), dim=-1)
         state = self.fuse({str(tap): part for tap, part in zip(self.taps, parts, strict=True)})
         tokens = torch.full_like(position, self.mask)
         return self.inputs(tokens, state.expand(*position.shape, -1), position)

@@ -196,6 +196,13 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+def after_attention(layer: Any, residual: Tensor, mixed: Tensor, read: Tensor | None) -> Tensor:
+    """Output (B, T, H) of a pre-norm layer with servers' names, of attention results
+    (B, heads, T, D). read (B, T, input_size): what its attention read, for a gate."""
+    hidden = residual + layer.self_attn.output(mixed, read)
+    return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+
+
 class Layer(nn.Module):
     """A pre-norm decoder layer, under the names that servers read."""
 
@@ -208,8 +215,7 @@ class Layer(nn.Module):
 
     def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
         """The layer's output (B, T, H) of attention results (B, heads, T, D)."""
-        hidden = residual + self.self_attn.output(mixed)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return after_attention(self, residual, mixed, None)
 
 
 def init_weights(module: nn.Module, std: float = 0.02) -> None:

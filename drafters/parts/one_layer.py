@@ -26,7 +26,13 @@ from draftsmith.drafters.base import Drafter, DrafterState, Policy, Proposal, Un
 from draftsmith.drafters.batch import Alignment, Batch
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.parts.diagonal import causal_and_diagonal
-from draftsmith.drafters.parts.layers import MLP, BlockConfig, RMSNorm, SelfAttention
+from draftsmith.drafters.parts.layers import (
+    MLP,
+    BlockConfig,
+    RMSNorm,
+    SelfAttention,
+    after_attention,
+)
 from draftsmith.drafters.sampling import Noise, Sampler
 from draftsmith.drafters.target.attention import tree_seen
 from draftsmith.drafters.target.slab import Slab
@@ -74,8 +80,7 @@ class OneLayer(Drafter[OneLayerState]):
 
     def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
         """The layer's output (B, T, H) of attention results (B, heads, T, D)."""
-        hidden = residual + self.self_attn.output(mixed)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return after_attention(self, residual, mixed, None)
 
     def fed_back(self, output: Tensor) -> Tensor:
         """The state that the next depth reads, of the layer's output."""

@@ -87,3 +87,21 @@ class ReducedVocab(Drafter[State]):
     def _stored_rows(self) -> Tensor:
         rows, ids = self.target.lm_head.weight, self.vocab.ids
         return rows if ids is None else rows[ids.to(rows.device)]
+
+
+class OneHead(ReducedVocab[State]):
+    """Base of those whose every depth has one lm_head: its own, or the target's."""
+
+    lm_head: nn.Linear | None
+
+    def add_head(self, whose: str, width: int, size: int) -> None:
+        """whose: "own" or "target". Over `size` tokens, of states (.., width)."""
+        self.lm_head = nn.Linear(width, size, bias=False) if whose == "own" else None
+        self.keep(size)
+
+    def own_heads(self) -> Iterable[nn.Module]:
+        return () if self.lm_head is None else (self.lm_head,)
+
+    def unembed(self, normed: Tensor) -> Tensor:
+        """Logits (.., Vd) of normed states (.., H)."""
+        return self.by_target_rows(normed) if self.lm_head is None else self.lm_head(normed)

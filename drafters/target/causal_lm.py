@@ -109,6 +109,14 @@ class Ends(nn.Module):
         self.check_taps([tap])
         return self.hidden_size
 
+    def widths(self, taps: Sequence[Tap]) -> list[int]:
+        """The size of each tap's state. Raises UserError as `check_taps` does, and for a layer that
+        stands there twice."""
+        found = [self.width(tap) for tap in taps]
+        if len(set(taps)) != len(taps):
+            raise UserError(f"taps: {list(taps)} names a layer twice")
+        return found
+
     @property
     def dtype(self) -> torch.dtype:
         return self.embedding.weight.dtype

@@ -17,7 +17,7 @@ import contracts as contract
 import targets as target
 import tiny
 import tree_checks
-from draftsmith.drafters import batch
+from draftsmith.drafters import batch, dflash, peagle
 from draftsmith.drafters.base import Drafter, Policy, family
 from draftsmith.drafters.sampling import Sampler
 from draftsmith.eval.acceptance.replay import moments, text_ratios
@@ -39,15 +39,13 @@ from planted import (
     taps_swapped_when_served,
 )
 from planted_blocks import (
-    block_sees_next_features,
     blocks_overlap,
     markov_one_late,
     markov_reads_the_root,
     mask_state_left_random,
-    masks_see_the_next_pair,
+    next_features_are_seen,
     pairs_see_the_next_pair,
     random_masks,
-    random_masks_when_served,
     slot_one_early,
     slots_of_dflash,
 )
@@ -151,15 +149,15 @@ FAULTS: list[tuple[Callable[[Patch], None], Check]] = [
     ),
     (mask_state_left_random, partial(views, "peagle")),
     (mask_state_left_random, partial(known, "peagle")),
-    (masks_see_the_next_pair, partial(views, "peagle")),
-    (masks_see_the_next_pair, partial(future, "peagle", "features")),
+    (partial(next_features_are_seen, peagle), partial(views, "peagle")),
+    (partial(next_features_are_seen, peagle), partial(future, "peagle", "features")),
     (pairs_see_the_next_pair, partial(views, "peagle")),
     (pairs_see_the_next_pair, partial(future, "peagle", "features")),
     *((position_one_late, partial(views, name)) for name in ("dflash", "dspark")),
     *((partial(rope_one_late, name), partial(known, name)) for name in ("dflash", "dspark")),
     *((neighbouring_layer, partial(known, name)) for name in ("eagle", "dflash")),
-    (block_sees_next_features, partial(views, "dflash")),
-    (block_sees_next_features, partial(future, "dflash", "features")),
+    (partial(next_features_are_seen, dflash), partial(views, "dflash")),
+    (partial(next_features_are_seen, dflash), partial(future, "dflash", "features")),
     (blocks_overlap, partial(future, "dflash", "tokens")),
     *((slot_one_early, partial(views, name)) for name in ("dflash", "dspark")),
     *((slot_one_early, partial(known, name)) for name in ("dflash", "dspark")),
@@ -168,7 +166,7 @@ FAULTS: list[tuple[Callable[[Patch], None], Check]] = [
     (markov_one_late, partial(views, "dspark")),
     (markov_one_late, partial(future, "dspark", "tokens")),
     (random_masks, partial(known, "dflash")),
-    (random_masks_when_served, partial(views, "dflash")),
+    (partial(when_served, random_masks, cls=dflash.DFlash), partial(views, "dflash")),
     (partial(taps_swapped_when_served, "toy-block"), partial(views, "toy-block")),
     *((partial(rope_one_late, name), partial(views, name)) for name in HEADS),
     (partial(rope_one_late, "toy-block"), partial(views, "toy-block")),

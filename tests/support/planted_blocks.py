@@ -16,14 +16,14 @@ from draftsmith.drafters.batch import Batch
 from planted import Patch, everywhere, widened
 
 
-def block_sees_next_features(patch: Patch) -> None:
-    """In unroll, a block's context reaches one position too far."""
+def next_features_are_seen(module: Any, patch: Patch) -> None:
+    """In unroll, a block's context, or that of masks, reaches one position too far."""
 
     def wrong(query: Tensor, key0: Tensor, value0: Tensor, seen: Tensor, *own: Any) -> Tensor:
         return attend(query, key0, value0, widened(seen), *own)
 
-    attend = dflash.context_and_block
-    patch.setattr(dflash, "context_and_block", wrong)
+    attend = module.context_and_block
+    patch.setattr(module, "context_and_block", wrong)
 
 
 def blocks_overlap(patch: Patch) -> None:
@@ -57,18 +57,6 @@ def random_masks(patch: Patch) -> None:
 
     slots = dflash.DFlash.slots
     patch.setattr(dflash.DFlash, "slots", wrong)
-
-
-def random_masks_when_served(patch: Patch) -> None:
-    """As a folder without that row leaves them: training has it right."""
-
-    def wrong(*args: Any) -> Any:
-        with Patch.context() as within:
-            random_masks(within)
-            return propose(*args)
-
-    propose = dflash.DFlash.propose
-    patch.setattr(dflash.DFlash, "propose", wrong)
 
 
 def slots_of_dflash(patch: Patch) -> None:
@@ -126,16 +114,6 @@ def mask_state_left_random(patch: Patch) -> None:
 
     propose = peagle.PEagle.propose
     patch.setattr(peagle.PEagle, "propose", wrong)
-
-
-def masks_see_the_next_pair(patch: Patch) -> None:
-    """In unroll, masks attend to g_{a+1} beside x_{a+2}."""
-
-    def wrong(query: Tensor, key0: Tensor, value0: Tensor, seen: Tensor, *own: Any) -> Tensor:
-        return attend(query, key0, value0, widened(seen), *own)
-
-    attend = peagle.context_and_block
-    patch.setattr(peagle, "context_and_block", wrong)
 
 
 def pairs_see_the_next_pair(patch: Patch) -> None:

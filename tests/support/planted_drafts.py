@@ -49,16 +49,16 @@ def last_draft_unread(patch: Patch) -> None:
     patch.setattr(hydra.Hydra, "_state", wrong)
 
 
-def when_served(fault: Callable[[Patch], None], patch: Patch) -> None:
-    """The fault is there in propose only; training has it right."""
+def when_served(fault: Callable[[Patch], None], patch: Patch, cls: Any = heads.Heads) -> None:
+    """The fault is there in the family's propose only; training has it right."""
 
     def wrong(*args: Any) -> Any:
         with Patch.context() as within:
             fault(within)
             return propose(*args)
 
-    propose = heads.Heads.propose
-    patch.setattr(heads.Heads, "propose", wrong)
+    propose = cls.propose
+    patch.setattr(cls, "propose", wrong)
 
 
 def line_of_another_node(patch: Patch) -> None:

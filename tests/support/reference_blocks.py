@@ -88,17 +88,6 @@ def block_states(
     return states
 
 
-def block_head(
-    weights: Mapping[str, Tensor], config: Mapping[str, Any], hf: Any, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Logits over the draft vocabulary, and its target ids."""
-    head = hf.get_output_embeddings().weight.double()
-    ids = weights.get("draft_ids", torch.arange(len(head)))
-    rows = weights["lm_head.weight"].double() if config["head"] == "own" else head[ids]
-    norm = weights["norm.weight"].double()
-    return rows @ rms(state, norm, config["block"]["rms_norm_eps"]), ids
-
-
 @torch.no_grad()
 def dflash_logits(
     weights: Mapping[str, Tensor],
@@ -110,7 +99,7 @@ def dflash_logits(
 ) -> tuple[Tensor, Tensor]:
     """Logits for x_{anchor+2+depth}, which stands at slot depth + 1."""
     states = block_states(weights, config, hf, tokens, anchor, config["drafted"] + 1)
-    return block_head(weights, config, hf, states[depth + 1])
+    return eagle_head(weights, config, hf, states[depth + 1])
 
 
 @torch.no_grad()
@@ -124,7 +113,7 @@ def dspark_logits(
 ) -> tuple[Tensor, Tensor]:
     """Logits for x_{anchor+2+depth}, read from slot depth and the token before it."""
     state = block_states(weights, config, hf, tokens, anchor, config["drafted"])[depth]
-    logits, ids = block_head(weights, config, hf, state)
+    logits, ids = eagle_head(weights, config, hf, state)
     first = weights["markov_head.markov_w1.weight"].double()[tokens[anchor + 1 + depth]]
     return logits + weights["markov_head.markov_w2.weight"].double() @ first, ids
 

@@ -16,6 +16,7 @@ from draftsmith.drafters.batch import align
 from draftsmith.drafters.parts import block_attention
 from draftsmith.drafters.parts.block_attention import context_and_block
 from draftsmith.drafters.parts.diagonal import causal_and_diagonal
+from forms import unrolled_alike
 from largest import Largest
 from objectives import packed
 
@@ -146,20 +147,8 @@ def test_a_wrong_merge_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_in_the_unroll_of_packed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """DFlash with either form: the same states and gradients, segments and padding included."""
-    both = []
-    for form in (context_and_block, dense):
-        monkeypatch.setattr(dflash, "context_and_block", form)
-        of = drafter("dflash")
-        batch = tiny.target().read(packed(), of.taps)
-        hidden = of.unroll(batch, align(batch, 4)).hidden
-        parameters = [p for p in of.parameters() if p.requires_grad]
-        direction = torch.linspace(-1, 1, hidden.numel()).view_as(hidden)
-        grads = torch.autograd.grad(hidden, parameters, direction, allow_unused=True)
-        both.append([hidden, *(g for g in grads if g is not None)])
-    assert len(both[0]) > 20
-    for ours, theirs in zip(*both, strict=True):
-        scale = float(theirs.detach().abs().max())
-        torch.testing.assert_close(ours, theirs, atol=1e-5 * max(scale, 1), rtol=1e-5)
+    forms = [context_and_block, dense]
+    unrolled_alike(monkeypatch, dflash, forms, lambda: drafter("dflash"), 20)
 
 
 @pytest.mark.parametrize("device", ["cpu", "others"])

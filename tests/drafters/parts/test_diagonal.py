@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import tiny
-from draftsmith.drafters.batch import align
 from draftsmith.drafters.parts import diagonal, one_layer
 from draftsmith.drafters.parts.diagonal import causal_and_diagonal, dense
+from forms import unrolled_alike
 from largest import Largest
-from objectives import drafter, packed
+from objectives import drafter
 
 Attend = Callable[..., Tensor]
 
@@ -89,20 +88,8 @@ def test_a_wrong_merge_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_in_the_unroll_of_packed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """EAGLE-3 with either form: the same states and gradients, segments and padding included."""
-    both = []
-    for form in (causal_and_diagonal, dense):
-        monkeypatch.setattr(one_layer, "causal_and_diagonal", form)
-        of = drafter("eagle")
-        batch = tiny.target().read(packed(), of.taps)
-        hidden = of.unroll(batch, align(batch, 4)).hidden
-        parameters = [p for p in of.parameters() if p.requires_grad]
-        direction = torch.linspace(-1, 1, hidden.numel()).view_as(hidden)
-        grads = torch.autograd.grad(hidden, parameters, direction, allow_unused=True)
-        both.append([hidden, *(g for g in grads if g is not None)])
-    assert len(both[0]) > 8
-    for ours, theirs in zip(*both, strict=True):
-        scale = float(theirs.detach().abs().max())
-        torch.testing.assert_close(ours, theirs, atol=1e-5 * max(scale, 1), rtol=1e-5)
+    forms = [causal_and_diagonal, dense]
+    unrolled_alike(monkeypatch, one_layer, forms, lambda: drafter("eagle"), 8)
 
 
 def test_no_scores_in_memory() -> None:
